@@ -2,6 +2,7 @@
 
     python3 tests/streams_bench.py SERVER [SERVER ...] [--streams N ...] [--tokens N] [--rounds N] [--prefix N]
                                    [--model MODEL]
+    python3 tests/streams_bench.py --beside SERVER [SERVER ...] [--rounds N]
 
 Each SERVER is a `steersman` binary. In each round and for each server, each number of streams is measured, with prompts
 of about 20 words that no other request has and replies of exactly that many tokens, at temperature 0 and without
@@ -9,6 +10,11 @@ reasoning. Prints medians and ranges of the tokens a second of all streams toget
 token, the ratio to one stream, the times between two chunks, and the most bytes of running requests and the prefix cache.
 With --prefix, the requests of a measurement begin with the same N sentences, which no other measurement has. No time is
 checked.
+
+With --beside, small requests of one profile run alone, and then beside a request of another profile at its largest: a
+chat with n = 32, a completion of 4 prompts with n = 32, 256 texts of an embedding, 256 documents to rank. Prints their
+seconds (p50, p99), the ratio of p99 to that alone, and how many had no reply within a minute. On two cores that are busy
+anyway, the steps themselves take longer beside 31 other sequences; `decode/tests/turns.rs` counts them.
 """
 
 import argparse
@@ -79,7 +85,72 @@ def measure(port, count, seed, tokens, sentences=0):
     return count * tokens / (last - start), gaps, most
 
 
+def post(port, path, body, timeout):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as reply:
+        return reply.read()
+
+
+def hold(port, path, body):
+    """Sends a request whose reply nobody reads; closing the connection ends it."""
+    body = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def largest():
+    """Bodies of every kind that fans out."""
+    endless = {"max_tokens": 16000, "ignore_eos": True, "temperature": 1}
+    texts = [prose(i, 60) for i in range(256)]
+    return {
+        "alone": None,
+        "n": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Write."}], "n": 32, **endless}),
+        "prompts": ("/v1/completions", {"prompt": texts[:4], "n": 32, **endless}),
+        "embeddings": ("/v1/embeddings", {"input": texts}),
+        "rerank": ("/v1/rerank", {"query": "Where are the bells?", "documents": texts}),
+    }
+
+
+def beside(path, rounds):
+    """Prints how long small requests of the profile `other` take beside each of `largest`."""
+    data = tempfile.mkdtemp()
+    config = f"{data}/steersman.toml"
+    with open(config, "w") as file:
+        file.write("[profiles.default]\n[profiles.default.limits]\nrequests = 1\n[profiles.other]\n")
+    server = ours(path, data, "--config", config)
+    small = {"model": f"{server.model}@other", "max_tokens": 12, "temperature": 0,
+             "chat_template_kwargs": {"enable_thinking": False}}
+    alone = None
+    for kind, large in largest().items():
+        held, times, missing = large and hold(server.port, *large), [], 0
+        time.sleep(1)
+        for i in range(10 * rounds):
+            start = time.perf_counter()
+            try:
+                post(server.port, "/v1/chat/completions",
+                     {**small, "messages": [{"role": "user", "content": f"Number {i}?"}]}, 60)
+                times.append(time.perf_counter() - start)
+            except OSError:
+                missing += 1
+                if missing == 2:
+                    break
+        if held:
+            held.close()
+            time.sleep(1)
+        p50, p99 = (centile(times, share) if times else float("nan") for share in (0.5, 0.99))
+        alone = alone or p99
+        print(f"{path}: {kind}: p50 {p50:.3f} s, p99 {p99:.3f} s, {p99 / alone:.1f} times alone; {missing} without a reply")
+    server.stop()
+
+
 def main(args):
+    if args.beside:
+        for path in args.servers:
+            beside(path, args.rounds)
+        return
     servers = []
     for path in args.servers:
         more = ["--model", args.model] if args.model else []
@@ -114,6 +185,7 @@ parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--prefix", type=int, default=0)
 parser.add_argument("--model")
+parser.add_argument("--beside", action="store_true")
 
 if __name__ == "__main__":
     main(parser.parse_args())

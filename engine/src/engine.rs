@@ -10,7 +10,7 @@ use crate::error::{RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
 use crate::queue::Queue;
-use crate::request::{Event, Request};
+use crate::request::{Choices, Event, Request};
 use crate::text::Text;
 
 /// Facts about the loaded model, for the server.
@@ -157,20 +157,16 @@ impl Engine {
         self.0.queue.add(request)
     }
 
-    /// Queues several choices of one request, which differ in id and seed: the prompt is computed once.
-    /// Returns a receiver for each. Dropping a receiver cancels its choice; before the prompt has run,
-    /// dropping the first cancels all.
+    /// Queues the requests of a body, each with its choices, whose prompt is computed once. They hold one
+    /// place in the queue, and each takes a turn of their profile. Returns a receiver for each choice, request
+    /// by request. Dropping a receiver cancels its choice; before the prompt has run, dropping that of the
+    /// first cancels all choices of the request.
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    pub fn submit_choices(
-        &self,
-        request: Request,
-        others: Vec<Request>,
-    ) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
-        self.check_bytes(&request)?;
-        others.iter().try_for_each(|other| self.check_bytes(other))?;
-        self.0.queue.add_choices(request, others)
+    pub fn submit_all(&self, body: Vec<Choices>) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
+        body.iter().try_for_each(|choices| self.check_bytes(&choices.request))?;
+        self.0.queue.add_all(body)
     }
 
     fn check_bytes(&self, request: &Request) -> Result<()> {

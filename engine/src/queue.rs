@@ -1,13 +1,21 @@
 //! Requests from their arrival until the engine thread starts them: waiting, being prepared, or ready.
 //!
-//! Each holds a place until it is started or refused, its client disconnects, or its deadline passes.
-//! The threads of `decode/prepare.rs` take requests in order and return them prepared; the engine thread
-//! starts the first that is ready. A request whose preparation takes long therefore delays no other.
+//! All requests of a body hold one place together until the last of them is started or refused, its client
+//! disconnects, or its deadline passes. The threads of `decode/prepare.rs` take requests in order and return
+//! them prepared; the engine thread starts the first that is ready. A request whose preparation takes long
+//! therefore delays no other.
 //!
-//! Profiles take turns: the earliest request of each profile comes first, then the second of each, and so
-//! on. Of requests in the same round, that of the profile comes first of which none has been started for
-//! the longest time. So between two requests of a profile at most one of each other profile is started,
-//! however many of them wait.
+//! # Turns
+//! Profiles take turns: the earliest of each profile comes first, then the second of each, and so on. Of
+//! requests in the same round, that of the profile comes first of which none has been started for the longest
+//! time. So between two requests of a profile at most one of each other profile is started, however many of
+//! them wait, and whatever bodies they come from: each text of a body, and each choice that waits for room,
+//! takes a turn of its profile. The sequences of a profile that run count as its first rounds: a profile with
+//! fewer than another comes first until it has as many. The engine thread adds what it has taken from here
+//! already and what waits for room as [`Claim`]s.
+//!
+//! Within a profile, the bodies take turns in the same way: one of which a request has been started goes behind
+//! those that wait. So a small request beside a large one of its profile waits for at most one request of it.
 //!
 //! Nothing here renders, tokenizes or computes: every method but those that wait returns at once.
 
@@ -20,11 +28,14 @@ use tokio::sync::{mpsc, watch};
 use crate::decode::{Expected, Prefix, Prepared};
 use crate::error::{Error, RequestError, Result};
 use crate::grammar::Grammars;
-use crate::request::{Event, Request};
+use crate::request::{Choice, Choices, Event, Request};
 
 /// Requests at the front of the order that are prepared ahead of the engine thread. Each holds an instance
 /// of its policies.
 const AHEAD: usize = 4;
+
+/// Texts of a body that are prepared ahead: embeddings have no policies, and many run in one step.
+const TEXTS_AHEAD: usize = 32;
 
 /// Most prefixes that wait to be prefetched.
 const EXPECTED: usize = 64;
@@ -74,21 +85,72 @@ pub(crate) enum Lane {
     WithoutForm,
 }
 
-/// A request that is being prepared, and its place.
+/// A request that is being prepared.
 pub struct Taken {
-    /// Identifies the place.
-    pub place: u64,
+    /// Identifies it in the queue.
+    pub number: u64,
+    /// Identifies its body.
+    pub body: u64,
     /// The request.
     pub job: Job,
-    /// The other choices of the same request, which share its place.
-    pub others: Vec<Job>,
+    /// Its other choices.
+    pub others: Vec<OtherChoice>,
+}
+
+/// A choice of a request beside the first, and the channel for its events.
+pub struct OtherChoice {
+    /// How it differs from the first.
+    pub choice: Choice,
+    /// As [`Job::events`].
+    pub events: mpsc::UnboundedSender<Event>,
+}
+
+impl OtherChoice {
+    /// The choice as a request of its own, whose first choice is `first`.
+    pub fn of(self, first: &Request) -> Job {
+        Job { request: self.choice.of(first), events: self.events }
+    }
+}
+
+/// A request that the engine thread has taken from the queue and that waits for room: a preempted one, a
+/// choice, or one behind a prefix.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Claim<'a> {
+    /// Its profile.
+    pub profile: &'a str,
+    /// Since when it waits, by [`Queue::stamp`].
+    pub since: u64,
+}
+
+/// Who may start next.
+#[derive(Clone, Copy)]
+pub(crate) enum Candidate<'a> {
+    /// A request that is ready.
+    Ready(&'a Prepared),
+    /// The claim with this index.
+    Claim(usize),
+}
+
+/// What the engine thread decides about a [`Candidate`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// It starts now.
+    Start,
+    /// It waits; the next one is asked about.
+    Wait,
+    /// Room is made for it first.
+    MakeRoom,
 }
 
 /// What the engine thread does next.
 pub(crate) enum Next {
     /// Starts this request.
     Start(Box<Prepared>),
-    /// No request is ready.
+    /// Starts the claim with this index.
+    Resume(usize),
+    /// Makes room, and asks again.
+    MakeRoom,
+    /// No request is ready, or none may start.
     Nothing,
     /// Ends.
     End,
@@ -112,7 +174,7 @@ struct State {
     started: u64,
     /// By profile, `started` when one of its requests was started last.
     turns: BTreeMap<String, u64>,
-    /// By place, since when requests are being prepared, those included whose clients have disconnected.
+    /// By number, since when requests are being prepared, those included whose clients have disconnected.
     preparing: BTreeMap<u64, Instant>,
     /// Prefixes to prefetch, the newest last; tokenized when there is nothing else to prepare.
     expected: VecDeque<Expected>,
@@ -134,21 +196,33 @@ enum Phase {
     Ended,
 }
 
+/// The requests of a body that have not been started.
 struct Entry {
-    place: u64,
+    /// Identifies the body.
+    body: u64,
     profile: String,
-    /// Of the request, then of its other choices. Weak: a channel closes when its request is dropped.
-    events: Vec<mpsc::WeakUnboundedSender<Event>>,
     deadline: Option<Instant>,
-    /// Whether a form is compiled when it is prepared.
+    /// When it arrived, or one of its requests was started last, by [`State::stamp`].
+    since: u64,
+    /// Whether they are texts without policies.
+    has_texts: bool,
+    /// Whether a form is compiled when they are prepared.
     has_form: bool,
-    stage: Stage,
+    waiting: VecDeque<Waiting>,
+    preparing: Vec<Preparing>,
+    ready: VecDeque<Box<Prepared>>,
 }
 
-enum Stage {
-    Waiting(Box<Job>, Vec<Job>),
-    Preparing,
-    Ready(Box<Prepared>),
+struct Waiting {
+    job: Job,
+    others: Vec<OtherChoice>,
+}
+
+struct Preparing {
+    /// [`Taken::number`]
+    number: u64,
+    /// The channels of its choices, the first one first. Weak: a channel closes when its request is dropped.
+    events: Vec<mpsc::WeakUnboundedSender<Event>>,
 }
 
 impl Queue {
@@ -164,20 +238,16 @@ impl Queue {
     /// [`RequestError::QueueFull`] if no place is free; [`Error::Stopped`] if the engine accepts no
     /// requests any more.
     pub fn add(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
-        let mut receivers = self.add_choices(request, Vec::new())?;
+        let mut receivers = self.add_all(vec![request.into()])?;
         Ok(receivers.pop().expect("a request has a channel"))
     }
 
-    /// Adds a request and the `others` of its choices, which take one place together and are started
-    /// together. Returns a receiver for each.
+    /// Adds the requests of a body, which have one profile and one deadline and hold one place together.
+    /// Returns a receiver for each choice, request by request.
     ///
     /// # Errors
     /// As [`Queue::add`].
-    pub fn add_choices(
-        &self,
-        request: Request,
-        others: Vec<Request>,
-    ) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
+    pub fn add_all(&self, body: Vec<Choices>) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
         let mut state = self.lock();
         if state.phase >= Phase::Stopping {
             return Err(Error::Stopped);
@@ -185,21 +255,34 @@ impl Queue {
         if state.entries.len() >= self.places {
             return Err(Error::Request(RequestError::QueueFull { limit: self.places }));
         }
-        let (mut senders, mut receivers) = (Vec::new(), Vec::new());
-        let mut job = |request| {
-            let (events, receiver) = mpsc::unbounded_channel();
-            senders.push(events.downgrade());
-            receivers.push(receiver);
-            Job { request, events }
-        };
-        state.newest += 1;
+        let Some(Choices { request, .. }) = body.first() else { return Ok(Vec::new()) };
         let (profile, deadline) = (request.profile.clone(), request.deadline);
-        let has_form = Grammars::has_form(&request);
-        let first = Box::new(job(request));
-        let others = others.into_iter().map(job).collect();
-        let place = state.newest;
-        let stage = Stage::Waiting(first, others);
-        state.entries.push(Entry { place, profile, events: senders, deadline, has_form, stage });
+        let has_texts = request.embedding.is_some();
+        let has_form = Grammars::has_form(request);
+        let mut receivers = Vec::new();
+        let mut channel = || {
+            let (events, receiver) = mpsc::unbounded_channel();
+            receivers.push(receiver);
+            events
+        };
+        let waiting = |Choices { request, others }| {
+            let job = Job { request, events: channel() };
+            let other = |choice| OtherChoice { choice, events: channel() };
+            Waiting { job, others: others.into_iter().map(other).collect() }
+        };
+        let waiting = body.into_iter().map(waiting).collect();
+        let since = state.stamp();
+        state.entries.push(Entry {
+            body: since,
+            profile,
+            deadline,
+            since,
+            has_texts,
+            has_form,
+            waiting,
+            preparing: Vec::new(),
+            ready: VecDeque::new(),
+        });
         self.changed.notify_all();
         Ok(receivers)
     }
@@ -264,40 +347,60 @@ impl Queue {
         prefix
     }
 
-    /// Returns a request prepared. Drops it if its place is gone: its client has disconnected, or its
+    /// Returns the request `number` prepared. Drops it if it is gone: its client has disconnected, or its
     /// deadline has passed.
-    pub(crate) fn ready(&self, place: u64, prepared: Box<Prepared>) {
+    pub(crate) fn ready(&self, number: u64, prepared: Box<Prepared>) {
         let mut state = self.lock();
-        state.preparing.remove(&place);
-        if let Some(entry) = state.entries.iter_mut().find(|entry| entry.place == place) {
-            entry.stage = Stage::Ready(prepared);
+        state.preparing.remove(&number);
+        if let Some(entry) = state.prepared(number) {
+            entry.ready.push_back(prepared);
         }
         self.changed.notify_all();
     }
 
-    /// Frees a place; false if it is free already.
-    pub fn leave(&self, place: u64) -> bool {
+    /// Drops the request `number`, which is being prepared; false if it is gone already.
+    pub fn leave(&self, number: u64) -> bool {
         let mut state = self.lock();
-        state.preparing.remove(&place);
-        let before = state.entries.len();
-        state.entries.retain(|entry| entry.place != place);
+        state.preparing.remove(&number);
+        let was_there = state.prepared(number).is_some();
+        state.sweep();
         self.changed.notify_all();
-        state.entries.len() < before
+        was_there
     }
 
-    /// Takes the next request that is ready, if it `fits`. If not, it keeps its place and those behind
-    /// it wait too: they would take the room that it waits for.
-    pub(crate) fn next(&self, fits: impl FnOnce(&Prepared) -> bool) -> Next {
-        let next = self.lock().next(fits);
+    /// Takes the next request that is ready, or one of the `claims`, in the order of the turns: the first
+    /// that `decide` starts. `running` is the number of sequences of a profile.
+    pub(crate) fn next(
+        &self,
+        claims: &[Claim<'_>],
+        running: impl Fn(&str) -> usize,
+        decide: impl FnMut(Candidate<'_>) -> Decision,
+    ) -> Next {
+        let next = self.lock().next(claims, running, decide);
         self.changed.notify_all();
         next
     }
 
-    /// [`Queue::next`], which waits until there is something to do, or a prefix to compute.
+    /// A number larger than all before: the place of what begins to wait now.
+    pub(crate) fn stamp(&self) -> u64 {
+        self.lock().stamp()
+    }
+
+    /// Counts a turn of `profile`, of which a request was started that did not wait.
+    pub(crate) fn count_turn(&self, profile: &str) {
+        self.lock().count_turn(profile);
+    }
+
+    /// [`Queue::next`] while nothing runs, without waiting.
+    pub(crate) fn first(&self) -> Next {
+        self.next(&[], |_| 0, |_| Decision::Start)
+    }
+
+    /// [`Queue::first`], which waits until there is something to do, or a prefix to compute.
     pub(crate) fn wait_for_next(&self) -> Next {
         let mut state = self.lock();
         loop {
-            match state.next(|_| true) {
+            match state.next(&[], |_| 0, |_| Decision::Start) {
                 Next::Nothing if state.prefixes.is_empty() => {}
                 next => {
                     self.changed.notify_all();
@@ -360,7 +463,7 @@ impl Queue {
         state.prefixes.clear();
         if phase >= Phase::Stopping {
             for entry in state.entries.drain(..) {
-                entry.fail(Error::Stopped);
+                entry.fail(&Error::Stopped);
             }
         }
         self.changed.notify_all();
@@ -375,72 +478,131 @@ impl Queue {
 }
 
 impl State {
-    /// Frees the places of clients that have disconnected, and of requests past their deadline, which
-    /// are told so.
+    fn stamp(&mut self) -> u64 {
+        self.newest += 1;
+        self.newest
+    }
+
+    fn count_turn(&mut self, profile: &str) {
+        self.started += 1;
+        self.turns.insert(profile.into(), self.started);
+    }
+
+    /// Drops the requests of clients that have disconnected, and of those past their deadline, who are told
+    /// so. A body without requests leaves its place.
     fn sweep(&mut self) {
         let now = Instant::now();
-        self.entries.retain(|entry| {
-            let first = entry.events.first().and_then(mpsc::WeakUnboundedSender::upgrade);
-            if first.is_none_or(|events| events.is_closed()) {
-                return false;
-            }
+        self.entries.retain_mut(|entry| {
+            entry.drop_unwanted();
             let in_time = entry.deadline.is_none_or(|deadline| now < deadline);
             if !in_time {
-                let stage = entry.stage.name();
-                entry.fail(RequestError::Deadline { stage }.into());
+                let stage = entry.stage();
+                entry.fail(&RequestError::Deadline { stage }.into());
             }
-            in_time
+            in_time && !entry.is_empty()
         });
     }
 
-    /// Indices of the entries in the order in which they are started.
-    fn order(&self) -> Vec<usize> {
+    /// The entry of a request that is being prepared, which it leaves.
+    fn prepared(&mut self, number: u64) -> Option<&mut Entry> {
+        let holds = |entry: &Entry| entry.preparing.iter().any(|one| one.number == number);
+        let entry = self.entries.iter_mut().find(|entry| holds(entry))?;
+        entry.preparing.retain(|preparing| preparing.number != number);
+        Some(entry)
+    }
+
+    /// The entries and the `claims`, which have the indices behind them, in the order of the turns.
+    fn order(&self, claims: &[Claim<'_>], running: impl Fn(&str) -> usize) -> Vec<usize> {
+        let entries = self.entries.iter().map(|entry| (entry.since, entry.profile.as_str()));
+        let claims = claims.iter().map(|claim| (claim.since, claim.profile));
+        let mut lines: Vec<(u64, usize, &str)> =
+            entries.chain(claims).enumerate().map(|(i, (since, name))| (since, i, name)).collect();
+        lines.sort_unstable();
         let mut rounds: BTreeMap<&str, usize> = BTreeMap::new();
-        let mut order = Vec::with_capacity(self.entries.len());
-        for (i, Entry { profile, place, .. }) in self.entries.iter().enumerate() {
-            let round = rounds.entry(profile).or_default();
-            *round += 1;
+        let mut order = Vec::with_capacity(lines.len());
+        for (since, i, profile) in lines {
             let turn = self.turns.get(profile).copied().unwrap_or(0);
-            order.push((*round, turn, *place, i));
+            let round = rounds.entry(profile).or_insert_with(|| running(profile));
+            *round += 1;
+            order.push((*round, turn, since, i));
         }
         order.sort_unstable();
         order.into_iter().map(|(.., i)| i).collect()
     }
 
     fn take(&mut self, lane: Lane) -> Option<Taken> {
-        let waits = |&i: &usize| matches!(self.entries[i].stage, Stage::Waiting(..));
-        let is_in_lane = |&i: &usize| match lane {
-            Lane::All => true,
-            Lane::WithoutForm => {
-                !self.entries[i].has_form || matches!(self.entries[i].stage, Stage::Ready(_))
-            }
+        // A thread of the lane without forms passes over requests with one, and takes what stands behind them.
+        let is_in_lane = |&i: &usize| {
+            let entry = &self.entries[i];
+            lane == Lane::All || !entry.has_form || entry.waiting.is_empty()
         };
-        let first = self.order().into_iter().filter(is_in_lane).take(AHEAD).find(waits)?;
-        let entry = &mut self.entries[first];
-        self.preparing.insert(entry.place, Instant::now());
-        match std::mem::replace(&mut entry.stage, Stage::Preparing) {
-            Stage::Waiting(job, others) => Some(Taken { place: entry.place, job: *job, others }),
-            Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
-        }
+        let order: Vec<usize> = self.order(&[], |_| 0).into_iter().filter(is_in_lane).collect();
+        let is_first = |&i: &usize| {
+            let entry = &self.entries[i];
+            !entry.waiting.is_empty() && entry.ahead() == 0
+        };
+        let with_policies = self.entries.iter().filter(|entry| !entry.has_texts);
+        let ahead: usize = with_policies.map(Entry::ahead).sum();
+        let may_follow = |&i: &usize| {
+            let entry = &self.entries[i];
+            let has_room = match entry.has_texts {
+                true => entry.ahead() < TEXTS_AHEAD,
+                false => ahead < AHEAD,
+            };
+            !entry.waiting.is_empty() && has_room
+        };
+        let first = order.iter().copied().take(AHEAD).find(is_first);
+        let index = first.or_else(|| order.into_iter().find(may_follow))?;
+        let number = self.stamp();
+        self.preparing.insert(number, Instant::now());
+        let entry = &mut self.entries[index];
+        let Waiting { job, others } = entry.waiting.pop_front()?;
+        let events = std::iter::once(&job.events).chain(others.iter().map(|other| &other.events));
+        let events = events.map(mpsc::UnboundedSender::downgrade).collect();
+        entry.preparing.push(Preparing { number, events });
+        Some(Taken { number, body: entry.body, job, others })
     }
 
-    fn next(&mut self, fits: impl FnOnce(&Prepared) -> bool) -> Next {
-        let is_ready = |&i: &usize| matches!(self.entries[i].stage, Stage::Ready(_));
-        if let Some(first) = self.order().into_iter().find(is_ready)
-            && let Stage::Ready(prepared) = &self.entries[first].stage
-        {
-            if !fits(prepared) {
-                return Next::Nothing;
-            }
-            let Entry { profile, stage, .. } = self.entries.remove(first);
-            self.started += 1;
-            self.turns.insert(profile, self.started);
-            if let Stage::Ready(prepared) = stage {
-                return Next::Start(prepared);
-            }
+    fn next(
+        &mut self,
+        claims: &[Claim<'_>],
+        running: impl Fn(&str) -> usize,
+        mut decide: impl FnMut(Candidate<'_>) -> Decision,
+    ) -> Next {
+        // What has been taken from here is ended by the engine thread.
+        if self.phase >= Phase::Stopping {
+            return Next::End;
         }
-        if self.phase >= Phase::Stopping || (self.phase == Phase::Closed && self.entries.is_empty())
-        {
+        for index in self.order(claims, running) {
+            let candidate = match self.entries.get(index) {
+                None => Candidate::Claim(index - self.entries.len()),
+                Some(entry) => match entry.ready.front() {
+                    Some(prepared) => Candidate::Ready(prepared),
+                    None => continue,
+                },
+            };
+            match decide(candidate) {
+                Decision::Wait => continue,
+                Decision::MakeRoom => return Next::MakeRoom,
+                Decision::Start => {}
+            }
+            let Some(entry) = self.entries.get_mut(index) else {
+                let claim = index - self.entries.len();
+                self.count_turn(claims[claim].profile);
+                return Next::Resume(claim);
+            };
+            let Some(prepared) = entry.ready.pop_front() else { continue };
+            let (profile, is_last) = (entry.profile.clone(), entry.is_empty());
+            self.count_turn(&profile);
+            if is_last {
+                self.entries.remove(index);
+            } else {
+                let since = self.stamp();
+                self.entries[index].since = since;
+            }
+            return Next::Start(prepared);
+        }
+        if self.phase == Phase::Closed && self.entries.is_empty() {
             return Next::End;
         }
         Next::Nothing
@@ -448,19 +610,43 @@ impl State {
 }
 
 impl Entry {
-    fn fail(&self, error: Error) {
-        let channels = self.events.iter().filter_map(mpsc::WeakUnboundedSender::upgrade);
-        fail_all(channels.collect(), error);
+    fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.preparing.is_empty() && self.ready.is_empty()
     }
-}
 
-impl Stage {
-    /// For [`RequestError::Deadline`].
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Waiting(..) | Self::Ready(_) => "waiting",
-            Self::Preparing => "being prepared",
+    /// Number of requests that are prepared or being prepared.
+    fn ahead(&self) -> usize {
+        self.preparing.len() + self.ready.len()
+    }
+
+    /// Drops requests whose client has disconnected from the first choice.
+    fn drop_unwanted(&mut self) {
+        self.waiting.retain(|waiting| !waiting.job.events.is_closed());
+        self.ready.retain(|prepared| !prepared.events.is_closed());
+        self.preparing.retain(|preparing| {
+            let first = preparing.events.first().and_then(mpsc::WeakUnboundedSender::upgrade);
+            first.is_some_and(|events| !events.is_closed())
+        });
+    }
+
+    /// Ends its requests with `error`.
+    fn fail(&self, error: &Error) {
+        for Waiting { job, others } in &self.waiting {
+            let others = others.iter().map(|other| other.events.clone());
+            fail_all(std::iter::once(job.events.clone()).chain(others).collect(), error.shared());
         }
+        for Preparing { events, .. } in &self.preparing {
+            let channels = events.iter().filter_map(mpsc::WeakUnboundedSender::upgrade);
+            fail_all(channels.collect(), error.shared());
+        }
+        for prepared in &self.ready {
+            fail_all(prepared.channels(), error.shared());
+        }
+    }
+
+    /// For [`RequestError::Deadline`].
+    fn stage(&self) -> &'static str {
+        if self.preparing.is_empty() { "waiting" } else { "being prepared" }
     }
 }
 
@@ -476,7 +662,7 @@ pub(crate) fn fail_all(channels: Vec<mpsc::UnboundedSender<Event>>, error: Error
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{Form, ResponseFormat};
+    use crate::request::{Embedding, Form, ResponseFormat};
 
     fn failure(events: &mut mpsc::UnboundedReceiver<Event>) -> Error {
         match events.try_recv() {
@@ -544,7 +730,7 @@ mod tests {
         drop(plain.job);
         assert_eq!(queue.waiting(), 0);
         assert!(queue.preparing_for().is_some());
-        for taken in taken.iter().map(|taken| taken.place).chain([plain.place]) {
+        for taken in taken.iter().map(|taken| taken.number).chain([plain.number]) {
             queue.leave(taken);
         }
         assert_eq!(queue.preparing_for(), None);
@@ -568,7 +754,7 @@ mod tests {
         assert_eq!(profiles.collect::<String>(), "bc");
         let order = || -> String {
             let state = queue.lock();
-            state.order().into_iter().map(|i| state.entries[i].profile.as_str()).collect()
+            state.order(&[], |_| 0).into_iter().map(|i| state.entries[i].profile.as_str()).collect()
         };
         assert!(order().starts_with("abcabaaa"), "{}", order());
         // Whose turn was last comes last in its round.
@@ -577,6 +763,37 @@ mod tests {
         // Clients that disconnect give up no turn of their profile.
         events.drain(..29);
         assert_eq!(order(), "bacb");
+    }
+
+    /// A3: the texts of a body, and the choices of a request, came before all other requests.
+    #[test]
+    fn the_requests_of_a_body_take_turns_with_others() {
+        let queue = Queue::new(3);
+        let of = |profile: &str| Request { profile: profile.into(), ..Request::default() };
+        let embedding = Some(Embedding { dimensions: None });
+        let text = || Choices::from(Request { embedding, ..of("a") });
+        let mut texts = queue.add_all((0..100).map(|_| text()).collect()).unwrap();
+        let _events = [queue.add(of("b")).unwrap(), queue.add(of("a")).unwrap()];
+        assert_eq!((queue.waiting(), texts.len()), (3, 100), "a body has one place");
+        // The first of each body, then as many texts as run in a step.
+        let taken: Vec<_> = std::iter::from_fn(|| queue.try_take()).collect();
+        let bodies: Vec<_> = taken.iter().map(|taken| taken.body).collect();
+        assert_eq!((bodies.len(), &bodies[..4]), (TEXTS_AHEAD + 2, &[1, 2, 3, 1][..]));
+        // A client that disconnects from some texts keeps the place for the others.
+        texts.drain(..TEXTS_AHEAD);
+        assert_eq!(queue.waiting(), 3);
+        assert_eq!(queue.try_take().map(|taken| taken.body), Some(1));
+        drop(texts);
+        assert_eq!(queue.waiting(), 2);
+        // What runs counts as earlier rounds, and what waits for room has a place in its line.
+        let order = |running: [usize; 2], since| {
+            let claim = Claim { profile: "b", since };
+            let running = |profile: &str| running[usize::from(profile == "b")];
+            queue.lock().order(&[claim], running)
+        };
+        assert_eq!(order([0, 0], 0), [2, 1, 0]);
+        assert_eq!(order([0, 0], 9), [0, 1, 2]);
+        assert_eq!(order([2, 0], 9), [0, 2, 1]);
     }
 
     #[test]
@@ -589,9 +806,9 @@ mod tests {
         for events in [&mut waiting, &mut preparing] {
             assert!(matches!(failure(events), Error::Stopped));
         }
-        assert!(!queue.leave(taken.place));
+        assert!(!queue.leave(taken.number));
         assert!(matches!(queue.add(Request::default()), Err(Error::Stopped)));
-        assert!(matches!(queue.next(|_| true), Next::End));
+        assert!(matches!(queue.first(), Next::End));
         assert!(!*queue.ended().borrow());
         queue.end();
         assert!(*queue.ended().borrow());

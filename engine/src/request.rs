@@ -80,6 +80,8 @@ pub struct Request {
     /// When the request ends with [`RequestError::Deadline`](crate::RequestError::Deadline) unless it
     /// has ended before; `None` for never.
     pub deadline: Option<Instant>,
+    /// Most sequences of its profile that run at the same time; 0 is no limit. Further ones wait.
+    pub running_limit: usize,
     /// Where the engine writes how far it is. Each choice needs one of its own.
     pub live: Arc<Live>,
     /// Parent of its spans; its log lines have the fields of this.
@@ -92,7 +94,7 @@ impl Request {
         self.prompt_logprobs.is_some() || self.embedding.is_some()
     }
 
-    /// Bytes of its text: messages, tools and template variables.
+    /// Bytes of its text: messages, tools, template variables, form and stop strings.
     pub fn text_bytes(&self) -> usize {
         let messages: usize = self.messages.iter().map(Message::text_bytes).sum();
         let tools: usize = self.tools.iter().map(value_bytes).sum();
@@ -103,7 +105,57 @@ impl Request {
             Some(RawPrompt::Infill { prefix, suffix }) => prefix.len() + suffix.len(),
         };
         let format = self.response_format.as_ref().map_or(0, ResponseFormat::text_bytes);
-        prompt + messages + tools + format + map_bytes(&self.template_variables)
+        let stops: usize = self.stop.iter().map(|stop| VALUE_BYTES + stop.len()).sum();
+        prompt + messages + tools + format + stops + map_bytes(&self.template_variables)
+    }
+}
+
+/// A request, and how its other choices differ from it. They share its prompt.
+#[derive(Debug, Default)]
+pub struct Choices {
+    /// The request, which is the first choice.
+    pub request: Request,
+    /// The other choices.
+    pub others: Vec<Choice>,
+}
+
+impl From<Request> for Choices {
+    /// A request with a single choice.
+    fn from(request: Request) -> Self {
+        Self { request, others: Vec::new() }
+    }
+}
+
+impl Choices {
+    /// Its choices as requests of their own, the first one first.
+    pub fn requests(&self) -> impl Iterator<Item = Request> {
+        let others = self.others.iter().map(|choice| choice.of(&self.request));
+        std::iter::once_with(|| self.request.clone()).chain(others)
+    }
+
+    /// Where the engine writes how far its choices are, the first one first.
+    pub fn live(&self) -> impl Iterator<Item = &Arc<Live>> {
+        std::iter::once(&self.request.live).chain(self.others.iter().map(|choice| &choice.live))
+    }
+}
+
+/// A choice of a request beside the first.
+#[derive(Debug, Clone, Default)]
+pub struct Choice {
+    /// [`Request::id`]
+    pub id: String,
+    /// [`Request::seed`]
+    pub seed: Option<u64>,
+    /// [`Request::live`]
+    pub live: Arc<Live>,
+}
+
+impl Choice {
+    /// The choice as a request of its own, whose first choice is `first`.
+    pub fn of(&self, first: &Request) -> Request {
+        let Self { id, seed, live } = self.clone();
+        // The prompt of a further choice does not run.
+        Request { id, seed, live, prompt_logprobs: None, ..first.clone() }
     }
 }
 
@@ -576,6 +628,8 @@ mod tests {
                 ..Request::default()
             },
             Request { messages: vec![message; 100], ..Request::default() },
+            Request { stop: vec![text.clone()], ..Request::default() },
+            Request { stop: vec![String::new(); 125], ..Request::default() },
             Request { prompt: Some(RawPrompt::Text(text.clone())), ..Request::default() },
             Request { prompt: Some(RawPrompt::Tokens(vec![1; 250])), ..Request::default() },
             Request {

@@ -60,6 +60,7 @@ impl Decoder {
             sampling,
             fingerprint,
             others,
+            body,
         } = prepared;
         let cached = cache.position;
         let is_saved = request.embedding.is_none();
@@ -110,6 +111,8 @@ impl Decoder {
             plain_steps: 0,
             passed_over: 0,
             preempted: 0,
+            since: 0,
+            body,
             skipped_layers: self.skip.len() as u32,
             sampler,
             constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),

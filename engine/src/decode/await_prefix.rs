@@ -11,14 +11,16 @@ use super::prepare::Prepared;
 use super::sequence::Sequence;
 use crate::error::{Error, RequestError, catch_panic};
 use crate::prefix::{Retention, SHORTEST_SHARED};
-use crate::queue::{Next, fail_all};
+use crate::queue::fail_all;
 
 /// Distance from the end of the common prefix at which another save point of the sequence will do.
 const NEAR: usize = 64;
 
 /// A request that waits.
 pub struct AwaitingPrefix {
-    prepared: Prepared,
+    pub prepared: Prepared,
+    /// Since when it waits, by the queue's stamp.
+    pub since: u64,
     /// The number of the sequence that computes the prefix.
     computed_by: u64,
     /// Tokens after which that sequence saves its state.
@@ -27,53 +29,31 @@ pub struct AwaitingPrefix {
 
 impl AwaitingPrefix {
     fn fail(self, error: Error) {
-        let others = self.prepared.others.into_iter().map(|other| other.events);
-        fail_all(std::iter::once(self.prepared.events).chain(others).collect(), error);
+        fail_all(self.prepared.channels(), error);
     }
 }
 
 impl Decoder {
-    /// Starts requests while there is room. Preempted ones come first, then those that waited for a prefix.
-    pub(super) fn start_requests(&mut self) {
-        while self.preempted.is_empty()
-            && let Some(prepared) = self.next_request()
-        {
-            match self.computing_prefix_of(&prepared) {
-                Some((at, tokens)) => self.await_prefix(prepared, at, tokens),
-                None => self.start_request(prepared),
-            }
-        }
-    }
-
     /// Lets a request wait for the first `tokens` tokens of the sequence at `at`.
     pub(super) fn await_prefix(&mut self, prepared: Prepared, at: usize, tokens: usize) {
+        let since = self.queue.stamp();
         let sequence = &mut self.sequences[at];
         sequence.save_at(tokens);
         let computed_by = sequence.number;
-        self.awaiting_prefix.push(AwaitingPrefix { prepared, computed_by, tokens });
+        self.awaiting_prefix.push(AwaitingPrefix { prepared, since, computed_by, tokens });
     }
 
-    /// The next request, if there is room for it.
-    fn next_request(&mut self) -> Option<Prepared> {
-        if !self.has_slot() {
-            return None;
-        }
+    /// Indices of the requests whose prefix is computed no longer: they may start.
+    pub(super) fn due_requests(&self) -> impl Iterator<Item = usize> {
         let is_due = |waiting: &AwaitingPrefix| !self.sequences.iter().any(|s| s.computes(waiting));
-        if let Some(at) = self.awaiting_prefix.iter().position(is_due) {
+        let waiting = self.awaiting_prefix.iter().enumerate();
+        waiting.filter(move |(_, waiting)| is_due(waiting)).map(|(at, _)| at)
+    }
+
+    /// Lets the requests that may start share the KV of sequences that have computed their prefixes.
+    pub(super) fn share_computed_prefixes(&mut self) {
+        for at in self.due_requests().collect::<Vec<_>>() {
             self.share_computed(at);
-            // Those of the queue would take the room that it waits for.
-            return self
-                .has_room_for(&self.awaiting_prefix[at].prepared)
-                .then(|| self.awaiting_prefix.remove(at).prepared);
-        }
-        // Each holds an instance of its policies, as those that run.
-        let taken = self.sequences.len() + self.awaiting_prefix.len();
-        if taken + self.hook_threads.finishing() >= self.max_running {
-            return None;
-        }
-        match self.queue.next(|prepared| self.has_room_for(prepared)) {
-            Next::Start(prepared) => Some(*prepared),
-            Next::Nothing | Next::End => None,
         }
     }
 

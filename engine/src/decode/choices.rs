@@ -5,8 +5,9 @@
 //! same logits, with its own seed. So the first choice is what a request for a single choice gets, and each
 //! other one what a request with its seed gets.
 //!
-//! A choice for which there is no room waits like a preempted sequence, before all requests of the queue. So
-//! does a choice with another prompt, which its policies may have changed: it starts alone.
+//! A choice beside which somebody waits for a slot, or for which there is no room, waits for a turn of its profile
+//! like a preempted sequence (`turns.rs`). So does a choice with another prompt, which its policies may have changed:
+//! it starts alone.
 
 use mlx_rs::transforms::eval;
 use tokio::sync::mpsc::UnboundedSender;
@@ -33,12 +34,11 @@ impl Decoder {
                 if other.events.is_closed() {
                     continue;
                 }
-                let has_room =
-                    self.has_slot() && self.preempted.is_empty() && self.has_room_for(&other);
+                let may_start = self.may_start_choice(&other);
                 let (id, span) = (other.request.id.clone(), other.request.span.clone());
                 let events = other.events.clone();
                 let first = self.sequences.remove(at);
-                let started = catch_panic("being admitted", || match has_room {
+                let started = catch_panic("being admitted", || match may_start {
                     true => self.start_choice(&first, other),
                     false => self.postpone_choice(&first, other),
                 });
@@ -69,6 +69,7 @@ impl Decoder {
         let mut sequence = self.sequence(other, cache)?;
         self.sample_first(first, &mut sequence)?;
         sequence.take_checkpoint()?;
+        self.queue.count_turn(&sequence.request.profile);
         Ok(Some(sequence))
     }
 
@@ -79,6 +80,7 @@ impl Decoder {
         // Shared: it is dropped before anything is written to it.
         let cache = if has_prompt { first.cache.clone() } else { self.prefixes.empty() };
         let mut sequence = self.sequence(other, cache)?;
+        sequence.since = self.queue.stamp();
         if has_prompt {
             self.save(first, Retention::default());
             self.sample_first(first, &mut sequence)?;

@@ -47,6 +47,7 @@ mod step;
 mod tests;
 mod threads;
 mod tool_calls;
+mod turns;
 pub mod verify;
 mod warm_up;
 

@@ -43,6 +43,8 @@ pub struct Pending {
     pub decodes: bool,
     /// Steps in a row in which it had such rows and ran none.
     pub passed_over: u32,
+    /// A number for its profile.
+    pub profile: usize,
 }
 
 /// Limits of one step.
@@ -159,7 +161,8 @@ impl PassCosts {
 }
 
 /// The rows of prompt that each sequence runs in this step. 0 for those that have caught up, and for
-/// those that wait.
+/// those that wait. Profiles have equal shares of the rows, and what one leaves goes to the others: thirty
+/// long prompts of a profile delay a short one of another by no step.
 pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) -> Vec<usize> {
     let has_streams = sequences.iter().any(|sequence| sequence.decodes);
     let least = LEAST_ROWS.min(budget.chunk);
@@ -177,10 +180,22 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
         let Pending { rows, passed_over, .. } = sequences[i];
         (Reverse(if passed_over >= AGING { passed_over } else { 0 }), rows)
     });
+    let mut profiles: Vec<usize> = order.iter().map(|&i| sequences[i].profile).collect();
+    profiles.sort_unstable();
+    profiles.dedup();
+    let share = left / profiles.len().max(1);
+    let mut shares = vec![share; profiles.len()];
     let mut planned = vec![0; sequences.len()];
-    for i in order {
-        planned[i] = sequences[i].rows.min(left);
+    for &i in &order {
+        let Ok(profile) = profiles.binary_search(&sequences[i].profile) else { continue };
+        planned[i] = sequences[i].rows.min(shares[profile]);
+        shares[profile] -= planned[i];
         left -= planned[i];
+    }
+    for i in order {
+        let more = (sequences[i].rows - planned[i]).min(left);
+        planned[i] += more;
+        left -= more;
     }
     planned
 }
@@ -192,15 +207,21 @@ pub struct Candidate {
     pub computed: usize,
     /// How often it was preempted.
     pub preempted: u32,
+    /// Number of running sequences of its profile.
+    pub of_profile: usize,
 }
 
-/// The sequence to preempt: one that was preempted least often, of these the one with the least rows to
-/// run again, and of equal ones the last. `None` if there is only one: it would never end.
+/// The sequence to preempt: one of the profile with the most sequences, of these one that was preempted least
+/// often, of these the one with the least rows to run again, and of equal ones the last. `None` if there is only
+/// one: it would never end.
 pub fn victim(running: &[Candidate]) -> Option<usize> {
     if running.len() < 2 {
         return None;
     }
-    let key = |&i: &usize| (running[i].preempted, running[i].computed);
+    let key = |&i: &usize| {
+        let Candidate { computed, preempted, of_profile } = running[i];
+        (Reverse(of_profile), preempted, computed)
+    };
     (0..running.len()).rev().min_by_key(key)
 }
 
@@ -217,7 +238,7 @@ mod tests {
     }
 
     fn pending(rows: &[usize]) -> Vec<Pending> {
-        let pending = |&rows: &usize| Pending { rows, decodes: rows == 0, passed_over: 0 };
+        let pending = |&rows: &usize| Pending { rows, decodes: rows == 0, ..Pending::default() };
         rows.iter().map(pending).collect()
     }
 
@@ -240,10 +261,27 @@ mod tests {
         assert_eq!(prefill_rows(&rows, &costs(0.01, 0.0004), BUDGET), [72, 100, 20, 0]);
     }
 
+    /// Thirty texts of an embedding that have waited long beside a short prompt of another profile.
+    #[test]
+    fn a_short_prompt_runs_beside_the_long_ones_of_another_profile() {
+        let long = Pending { rows: 1000, passed_over: 50, ..Pending::default() };
+        let mut sequences = vec![long; 30];
+        sequences.push(Pending { rows: 40, profile: 7, ..Pending::default() });
+        let planned = prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET);
+        assert_eq!((planned[0], planned[30], planned.iter().sum()), (472, 40, 512));
+        let one = Candidate { computed: 9000, preempted: 3, of_profile: 2 };
+        let other = Candidate { computed: 10, preempted: 0, of_profile: 1 };
+        assert_eq!(victim(&[one, other, one]), Some(2));
+    }
+
     #[test]
     fn the_least_computed_sequence_is_preempted_and_none_twice_before_all_others() {
         let running = |all: &[(u32, usize)]| -> Vec<Candidate> {
-            let of = |&(preempted, computed): &(u32, usize)| Candidate { computed, preempted };
+            let of = |&(preempted, computed): &(u32, usize)| Candidate {
+                computed,
+                preempted,
+                of_profile: all.len(),
+            };
             all.iter().map(of).collect()
         };
         assert_eq!(victim(&running(&[(0, 500), (0, 40), (0, 300)])), Some(1));
@@ -345,7 +383,8 @@ mod tests {
             for _ in 0..300 {
                 if sequences.len() < 12 && random.below(3) == 0 {
                     let rows = [0, 1, 50, 700, 9000][random.below(5)];
-                    sequences.push(Pending { rows, decodes: rows == 0, passed_over: 0 });
+                    let profile = random.below(3);
+                    sequences.push(Pending { rows, decodes: rows == 0, passed_over: 0, profile });
                 }
                 let planned = prefill_rows(&sequences, &costs, budget);
                 assert_eq!(planned.len(), sequences.len());

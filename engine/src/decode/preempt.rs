@@ -2,9 +2,9 @@
 //!
 //! Before each step the prefix cache is evicted to make room. When that is not enough, a sequence is
 //! preempted: its cache and everything made from it are dropped; tokens, policy and parsed reply stay. It
-//! waits before all requests of the queue. Once it fits again, its cache is restored from saved state as
-//! far as there is any, and the remaining tokens run again, as after a rewind: that costs time and changes
-//! no token.
+//! waits before all requests of its profile. In the profile's turn, once it fits again, its cache is restored
+//! from saved state as far as there is any, and the remaining tokens run again, as after a rewind: that costs
+//! time and changes no token. `turns.rs` preempts in the same way for requests of other profiles.
 //!
 //! A request is admitted, and a preempted one resumed, if its tokens and the first [`REPLY_TOKENS`] of its
 //! reply fit beside what the running sequences may still take by the same measure. One sequence always
@@ -15,7 +15,7 @@ use mlx_rs::transforms::eval;
 use super::Decoder;
 use super::limits::Limits;
 use super::memory::{Expected, REPLY_TOKENS};
-use super::plan::{self, Candidate};
+use super::plan;
 use super::prepare::Prepared;
 use super::sequence::{STEP_ROWS, Sequence};
 use crate::error::{Result, catch_panic};
@@ -50,6 +50,12 @@ impl Decoder {
         let Prepared { prompt, limits, request, reasoning, .. } = prepared;
         let length = expected_length(prompt.len(), limits, *reasoning == Some(true));
         self.has_room_for_another(prompt, request.needs_whole_prompt(), length)
+    }
+
+    /// Whether there is room for a preempted sequence beside the running ones.
+    pub(super) fn has_room_to_resume(&self, sequence: &Sequence) -> bool {
+        let (whole, length) = (sequence.resumes_whole(), sequence.expected_length());
+        self.has_room_for_another(&sequence.tokens, whole, length)
     }
 
     /// Whether there is room for a sequence of `tokens` that grows to `length`. If it `is_whole`, it shares none.
@@ -107,14 +113,11 @@ impl Decoder {
             let needed = self.expect_step(&self.sequences, &planned).bytes;
             self.activity.update(|activity| activity.bytes.step = needed);
             let Err(error) = self.make_room(needed) else { return };
-            let candidate = |sequence: &Sequence| Candidate {
-                computed: sequence.cache.position,
-                preempted: sequence.preempted,
-            };
-            let candidates: Vec<_> = self.sequences.iter().map(candidate).collect();
-            match plan::victim(&candidates) {
+            match plan::victim(&self.victims()) {
                 Some(victim) => {
-                    let sequence = self.sequences.remove(victim);
+                    let mut sequence = self.sequences.remove(victim);
+                    // It comes first when its profile has a turn.
+                    sequence.since = 0;
                     self.preempt(sequence);
                 }
                 None => {
@@ -139,7 +142,7 @@ impl Decoder {
     }
 
     /// Preempts a sequence, unless that ends it.
-    fn preempt(&mut self, mut sequence: Sequence) {
+    pub(super) fn preempt(&mut self, mut sequence: Sequence) {
         if let Err(error) = catch_panic("being preempted", || self.drop_state(&mut sequence)) {
             return self.fail(&mut sequence, error);
         }
@@ -208,27 +211,15 @@ impl Decoder {
         (sequence.runs_alone, sequence.plain_steps) = (false, 0);
     }
 
-    /// Resumes preempted sequences as far as there is room.
-    pub(super) fn resume_preempted(&mut self) {
-        // One may always run: the loop must not spin while threads finish others.
-        while (self.sequences.is_empty() || self.has_slot())
-            && let Some(first) = self.preempted.front()
-            && self.has_room_for_another(
-                &first.tokens,
-                first.resumes_whole(),
-                first.expected_length(),
-            )
-            && let Some(mut sequence) = self.preempted.pop_front()
-        {
-            if sequence.has_ended() {
-                // It waits for a verdict only.
-                self.sequences.push(sequence);
-                continue;
-            }
-            match catch_panic("being resumed", || self.restore_state(&mut sequence)) {
-                Ok(()) => self.sequences.push(sequence),
-                Err(error) => self.fail(&mut sequence, error),
-            }
+    /// Resumes a preempted sequence.
+    pub(super) fn resume(&mut self, mut sequence: Sequence) {
+        if sequence.has_ended() {
+            // It waits for a verdict only.
+            return self.sequences.push(sequence);
+        }
+        match catch_panic("being resumed", || self.restore_state(&mut sequence)) {
+            Ok(()) => self.sequences.push(sequence),
+            Err(error) => self.fail(&mut sequence, error),
         }
     }
 

@@ -30,7 +30,7 @@ use crate::policy::{
     SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
 };
 use crate::prefix::Retention;
-use crate::queue::{Job, Lane, Queue, Taken, Work, fail_all};
+use crate::queue::{Job, Lane, OtherChoice, Queue, Taken, Work, fail_all};
 use crate::request::{Event, Message, Request, ResponseFormat, Sampling};
 use crate::text::{Reply, Text, Variables};
 
@@ -84,6 +84,58 @@ pub struct Prepared {
     pub fingerprint: String,
     /// The other choices of the same request.
     pub others: Vec<Prepared>,
+    /// Identifies the body that asks for it; 0 outside of the queue.
+    pub body: u64,
+}
+
+impl Prepared {
+    /// The channels of its choices, the first one first.
+    pub fn channels(&self) -> Vec<mpsc::UnboundedSender<Event>> {
+        let others = self.others.iter().map(|other| other.events.clone());
+        std::iter::once(self.events.clone()).chain(others).collect()
+    }
+}
+
+/// The prompts of the choices of one request so far: a long conversation takes seconds to render and to
+/// tokenize, and its choices would take them again and again.
+#[derive(Default)]
+struct Prompts {
+    /// Those of the conversation as it was sent, by whether they are rendered for reasoning.
+    as_sent: Vec<(Option<bool>, Vec<u32>)>,
+    /// That of the first choice.
+    first: Option<Vec<u32>>,
+}
+
+impl Prompts {
+    /// The prompt for `reasoning`, which `tokenize` computes unless another choice has it. Only the
+    /// conversation as it was sent is the same for all.
+    fn get(
+        &mut self,
+        is_as_sent: bool,
+        reasoning: Option<bool>,
+        tokenize: impl FnOnce() -> Result<Vec<u32>>,
+    ) -> Result<Vec<u32>> {
+        if !is_as_sent {
+            return tokenize();
+        }
+        if let Some((_, known)) = self.as_sent.iter().find(|(known, _)| *known == reasoning) {
+            return Ok(known.clone());
+        }
+        let prompt = tokenize()?;
+        self.as_sent.push((reasoning, prompt.clone()));
+        Ok(prompt)
+    }
+
+    /// Whether `prompt` is that of a first choice before this one, which it becomes if there is none.
+    fn is_of_first(&mut self, prompt: &[u32]) -> bool {
+        match &self.first {
+            Some(first) => first == prompt,
+            None => {
+                self.first = Some(prompt.to_vec());
+                false
+            }
+        }
+    }
 }
 
 impl Preparer {
@@ -101,38 +153,51 @@ impl Preparer {
         }
     }
 
-    fn serve_request(&self, queue: &Queue, Taken { place, job, others }: Taken) {
+    fn serve_request(&self, queue: &Queue, Taken { number, body, job, others }: Taken) {
         let (id, span) = (job.request.id.clone(), job.request.span.clone());
-        let jobs = std::iter::once(&job).chain(&others);
-        let channels = jobs.map(|job| job.events.clone()).collect();
-        match catch_panic(STAGE, || self.prepare_choices(job, others)) {
-            Ok(prepared) => queue.ready(place, Box::new(prepared)),
+        let channels = others.iter().map(|other| other.events.clone());
+        let channels = std::iter::once(job.events.clone()).chain(channels).collect();
+        match catch_panic(STAGE, || self.prepare_choices(body, job, others)) {
+            Ok(prepared) => queue.ready(number, Box::new(prepared)),
             Err(error) => {
                 span.log(|| log_refused(&id, &error));
                 // Otherwise it has ended already.
-                if queue.leave(place) {
+                if queue.leave(number) {
                     fail_all(channels, error);
                 }
             }
         }
     }
 
-    /// Prepares a request with its other choices. The policies of each decide on their own.
-    pub(super) fn prepare_choices(&self, job: Job, others: Vec<Job>) -> Result<Prepared> {
-        let mut first = self.prepare(job)?;
-        let others = others.into_iter().map(|job| self.prepare(job));
-        let mut others = others.collect::<Result<Vec<_>>>()?;
-        for other in &mut others {
-            if let (Some(own), Some(grammar)) = (&mut other.grammar, &first.grammar) {
+    /// Prepares a request of `body` with its other choices. The policies of each decide on their own; what
+    /// they leave alone is rendered once, and held once.
+    pub(super) fn prepare_choices(
+        &self,
+        body: u64,
+        job: Job,
+        others: Vec<OtherChoice>,
+    ) -> Result<Prepared> {
+        let request = (!others.is_empty()).then(|| job.request.clone());
+        let mut prompts = Prompts::default();
+        let mut first = Prepared { body, ..self.prepare_beside(job, &mut prompts)? };
+        for other in others {
+            let Some(request) = &request else { break };
+            let mut prepared = self.prepare_beside(other.of(request), &mut prompts)?;
+            if let (Some(own), Some(grammar)) = (&mut prepared.grammar, &first.grammar) {
                 own.share(grammar);
             }
+            first.others.push(Prepared { body, ..prepared });
         }
-        first.others = others;
         Ok(first)
     }
 
     /// Prepares a request.
     pub fn prepare(&self, job: Job) -> Result<Prepared> {
+        self.prepare_beside(job, &mut Prompts::default())
+    }
+
+    /// [`Preparer::prepare`] of a choice whose other choices have these `prompts`.
+    fn prepare_beside(&self, job: Job, prompts: &mut Prompts) -> Result<Prepared> {
         let span = job.request.span.clone();
         let _entered = span.0.enter();
         let Request { profile, id, embedding, .. } = &job.request;
@@ -143,11 +208,20 @@ impl Preparer {
                 self.policies.start(profile, id, &vocabulary)?
             }
         };
-        self.prepare_with(job, session)
+        self.prepare_choice(job, session, prompts)
     }
 
     /// [`Preparer::prepare`], with the policies given.
-    pub fn prepare_with(&self, mut job: Job, mut policy: Session) -> Result<Prepared> {
+    pub fn prepare_with(&self, job: Job, policy: Session) -> Result<Prepared> {
+        self.prepare_choice(job, policy, &mut Prompts::default())
+    }
+
+    fn prepare_choice(
+        &self,
+        mut job: Job,
+        mut policy: Session,
+        prompts: &mut Prompts,
+    ) -> Result<Prepared> {
         // First, so that a form that cannot be enforced is refused at once.
         let mut grammar = self.grammars.compile(&job.request)?;
         let params = policy.params.clone();
@@ -163,7 +237,8 @@ impl Preparer {
         let wish =
             if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
-        let mut prompt = self.tokenize(&job, reasoning)?;
+        let is_as_sent = edited.is_empty();
+        let mut prompt = prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let view = self.view(&job.request, bounds, &params, prompt.len(), seed);
         let mut plan = job.request.span.ask(&mut policy, &view)?;
@@ -212,11 +287,16 @@ impl Preparer {
         let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
         if planned != reasoning || offers_fewer {
             reasoning = planned;
-            prompt = self.tokenize(&job, reasoning)?;
+            let is_as_sent = is_as_sent && !offers_fewer;
+            prompt = prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
         }
         self.check_length(&prompt, &job.request.profile, limits)?;
         job.check(STAGE)?;
-        let save_points = self.save_points(&job.request, reasoning, &prompt, &plan)?;
+        // A prompt that runs for the first choice is saved by that.
+        let save_points = match prompts.is_of_first(&prompt) {
+            true => Vec::new(),
+            false => self.save_points(&job.request, reasoning, &prompt, &plan)?,
+        };
         notes.extend(policy.take_notes());
         notes.extend(edited);
         notes.extend(plan.note.clone());
@@ -250,6 +330,7 @@ impl Preparer {
             notes,
             save_points,
             others: Vec::new(),
+            body: 0,
         })
     }
 

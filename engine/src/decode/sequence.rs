@@ -89,6 +89,10 @@ pub struct Sequence {
     pub passed_over: u32,
     /// How often it was preempted.
     pub preempted: u32,
+    /// Since when it waits for a turn, by the queue's stamp; 0 is before all others of its profile.
+    pub since: u64,
+    /// Identifies the body that asks for it.
+    pub body: u64,
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,

@@ -59,18 +59,17 @@ impl Decoder {
                 continue;
             }
             if nothing_runs && self.awaiting_prefix.is_empty() {
-                let next = match self.queue.next(|_| true) {
+                let next = match self.queue.first() {
                     Next::Nothing if self.prefetch_chunk() => continue,
                     Next::Nothing => self.queue.wait_for_next(),
                     next => next,
                 };
                 match next {
                     Next::Start(prepared) => self.start_request(*prepared),
-                    Next::Nothing => continue,
+                    Next::Resume(_) | Next::MakeRoom | Next::Nothing => continue,
                     Next::End => return,
                 }
             }
-            self.start_requests();
             if self.queue.is_stopping() {
                 for sequence in &mut self.take_all() {
                     self.fail(sequence, Error::Stopped);
@@ -90,9 +89,11 @@ impl Decoder {
         }
     }
 
-    /// Whether another sequence may run. Those whose `on-finish` is being called count.
+    /// Whether another sequence may run. Those whose `on-finish` is being called count, but one may always run:
+    /// the loop must not spin while threads finish others.
     pub(super) fn has_slot(&self) -> bool {
-        self.sequences.len() + self.hook_threads.finishing() < self.max_running
+        let running = self.sequences.len();
+        running == 0 || running + self.hook_threads.finishing() < self.max_running
     }
 
     /// All sequences, running and preempted.
@@ -117,7 +118,7 @@ impl Decoder {
     /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
     pub(super) fn step(&mut self) {
         self.end_unwanted();
-        self.resume_preempted();
+        self.start_requests();
         self.make_room_for_step();
         let mut running = std::mem::take(&mut self.sequences);
         if !running.is_empty() {

@@ -376,11 +376,16 @@ impl Decoder {
 
     /// The rows of prompt that each sequence runs in this step.
     pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+        let profile = |sequence: &Sequence| {
+            let is_of = |other: &Sequence| other.request.profile == sequence.request.profile;
+            running.iter().position(is_of).unwrap_or_default()
+        };
         let pending = |sequence: &Sequence| Pending {
             // Others wait for a part of the prompt only.
             rows: sequence.prompt_rows().min(self.awaited_rows(sequence).unwrap_or(usize::MAX)),
             decodes: sequence.decodes(),
             passed_over: sequence.passed_over,
+            profile: profile(sequence),
         };
         let pending: Vec<Pending> = running.iter().map(pending).collect();
         let (stall, chunk) = (self.stall, self.prefill_chunk);

@@ -32,6 +32,7 @@ mod outlet;
 mod preemption;
 mod scripted;
 mod tool_calls;
+mod turns;
 
 const TOKENS: usize = 48;
 

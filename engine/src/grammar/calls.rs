@@ -47,10 +47,13 @@ impl Calls {
         let choice = &request.tool_choice;
         let mut tools: Vec<Tool> = request.tools.iter().enumerate().filter_map(tool).collect();
         if let Some(allowed) = &choice.allowed {
-            if let Some(name) = allowed.iter().find(|name| tools.iter().all(|t| t.name != **name)) {
+            // A body may have ten thousand of both.
+            let known: HashSet<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+            if let Some(name) = allowed.iter().find(|name| !known.contains(name.as_str())) {
                 return Err(refused("tool_choice", format!("`{name}` is none of the tools")));
             }
-            tools.retain(|tool| allowed.contains(&tool.name));
+            let allowed: HashSet<&str> = allowed.iter().map(String::as_str).collect();
+            tools.retain(|tool| allowed.contains(tool.name.as_str()));
         }
         if tools.is_empty() {
             return match choice.is_required {

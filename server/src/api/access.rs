@@ -264,6 +264,11 @@ impl Access {
         }
     }
 
+    /// Most sequences of `profile` that run at the same time, whatever its requests split into; 0 is no limit.
+    pub fn running_limit(&self, profile: &str) -> usize {
+        self.keys().profiles.get(profile).map_or(0, |gate| gate.limit)
+    }
+
     /// Acquires a permit for one request of `profile`, or 429; `None` if the profile has no limit.
     pub fn acquire(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
         let known = self.keys();

@@ -279,11 +279,8 @@ impl Protocol for Completions {
             // The prompt has run for the first choice.
             let prompt = &replies[index - index % self.choices].prompt;
             let mut logprobs = TextLogprobs::default();
-            for PromptToken { bytes, logprob, top } in prompt {
-                logprobs.push(bytes, *logprob, top);
-            }
-            for Logprob { token, top } in &reply.logprobs {
-                logprobs.push(&token.bytes, Some(token.logprob), top);
+            for PromptToken { bytes, logprob, top } in prompt.iter().chain(reply.logprobs.iter()) {
+                logprobs.push(&bytes, logprob, &top);
             }
             let reason = Some(&reply.finished.reason);
             choices.push(choice(index, &text, logprobs.take(), reason));

@@ -67,8 +67,6 @@ impl Body {
 impl Protocol for Embeddings {
     const ID: &'static str = "embd-";
 
-    const HAS_ONE_PLACE: bool = true;
-
     fn schema(schemas: &mut Schemas) -> Value {
         let parts = [schemas.of::<Body>()];
         schemas.body(fields::EMBEDDINGS, &parts)

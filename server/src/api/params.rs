@@ -13,6 +13,9 @@ use super::error::ApiError;
 /// Maximum number of stop strings of a request; each step searches for all of them.
 const STOPS: usize = 16;
 
+/// Most bytes of a stop string. Each sequence holds what is searched for, and a stop string is a few words.
+const STOP_BYTES: usize = 4 << 10;
+
 /// Most choices of a request: each holds an instance of its policies while it waits.
 const CHOICES: u64 = 32;
 
@@ -104,6 +107,7 @@ pub fn choices(n: Option<u64>, best_of: Option<u64>) -> Result<usize, ApiError> 
 
 /// A string or a list of strings, in the field `name`.
 pub fn stops(name: &str, stop: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let is_list = matches!(stop, Some(Value::Array(_)));
     let stops: Vec<String> = match stop {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(stop)) => vec![stop],
@@ -127,6 +131,13 @@ pub fn stops(name: &str, stop: Option<Value>) -> Result<Vec<String>, ApiError> {
         let message =
             format!("{name}: must not contain an empty string, which would end every answer");
         return Err(ApiError::value(name, message));
+    }
+    let is_long = |(_, stop): &(usize, &String)| stop.len() > STOP_BYTES;
+    if let Some((i, long)) = stops.iter().enumerate().find(is_long) {
+        let path = if is_list { format!("{name}[{i}]") } else { name.into() };
+        let bytes = long.len();
+        let message = format!("{path}: has {bytes} bytes, a stop string has at most {STOP_BYTES}");
+        return Err(ApiError::value(path, message));
     }
     Ok(stops)
 }
@@ -240,4 +251,30 @@ pub fn with_system(instructions: &str, messages: &[Message]) -> Vec<Message> {
         message => message.clone(),
     };
     system.into_iter().chain(turns.map(turn)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A4: 16 stop strings of 900 kB were accepted. Each choice copied them five times, 2.4 GB for n = 32, and each
+    /// step of all requests walked them.
+    #[test]
+    fn long_stop_strings_are_refused_by_name() {
+        let long = "a".repeat(STOP_BYTES + 1);
+        for (stop, param) in [
+            (json!(long), "stop"),
+            (json!(["b", long]), "stop[1]"),
+            (json!(vec![long.clone(); 16]), "stop[0]"),
+        ] {
+            let error = stops("stop", Some(stop)).unwrap_err();
+            let status = error.status.as_u16();
+            assert_eq!((status, error.param.as_deref()), (400, Some(param)), "{}", error.message);
+            assert!(error.message.contains("4096"), "{}", error.message);
+        }
+        let longest = "é".repeat(STOP_BYTES / 2);
+        assert_eq!(stops("stop", Some(json!([longest]))).unwrap(), [longest]);
+    }
 }

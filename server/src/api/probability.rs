@@ -1,11 +1,13 @@
 //! Parses the fields that change or report the probabilities of tokens: `logit_bias`, penalties,
 //! `min_tokens`, `ignore_eos`, `logprobs`.
 
+use std::ops::Range;
+
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::policy::TokenBias;
-use steersman_engine::request::{Logprob, Penalties, Request, TokenLogprob};
+use steersman_engine::request::{Logprob, Penalties, PromptToken, Request, TokenLogprob};
 
 use super::error::ApiError;
 use super::openapi::shapes::{Biases, Logprobs};
@@ -25,6 +27,10 @@ pub const FIELDS: [&str; 9] = [
 
 /// Most tokens of `logit_bias`.
 const BIASES: usize = 1024;
+
+/// Most probabilities that are held for the replies to a body: those of tokens and of likeliest ones. As JSON they
+/// take up to 800 bytes each, all at the same time.
+pub const PROBABILITIES: usize = 1 << 18;
 
 /// Most likely tokens that are reported at each position.
 const TOP_LOGPROBS: u32 = 20;
@@ -163,6 +169,73 @@ pub fn chat_logprob(Logprob { token, top }: &Logprob) -> Value {
     value
 }
 
+/// Probabilities of tokens of a reply or a prompt, until they are sent. Values of their own would take more than a
+/// kilobyte for a token with 20 likeliest ones, and as JSON 16.
+#[derive(Debug, Clone, Default)]
+pub struct Probabilities {
+    /// The texts of all entries.
+    bytes: Vec<u8>,
+    /// Of each entry, where its text ends, and its probability; NaN is none.
+    entries: Vec<(usize, f32)>,
+    /// Of each token, where its entries end: itself, and then the likeliest ones.
+    tokens: Vec<usize>,
+}
+
+impl Probabilities {
+    /// Adds a token.
+    pub fn push(&mut self, bytes: &[u8], logprob: Option<f32>, top: &[TokenLogprob]) {
+        self.entry(bytes, logprob.unwrap_or(f32::NAN));
+        top.iter().for_each(|TokenLogprob { bytes, logprob }| self.entry(bytes, *logprob));
+        self.tokens.push(self.entries.len());
+    }
+
+    /// Adds a token of a reply.
+    pub fn push_logprob(&mut self, Logprob { token, top }: &Logprob) {
+        self.push(&token.bytes, Some(token.logprob), top);
+    }
+
+    fn entry(&mut self, bytes: &[u8], logprob: f32) {
+        self.bytes.extend_from_slice(bytes);
+        self.entries.push((self.bytes.len(), logprob));
+    }
+
+    /// The JSON of its tokens in chats, in responses and for Ollama, which it no longer holds.
+    pub fn take_chat(&mut self) -> Vec<Value> {
+        let held = std::mem::take(self);
+        held.logprobs(0..held.len()).map(|logprob| chat_logprob(&logprob)).collect()
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// The tokens.
+    pub fn iter(&self) -> impl Iterator<Item = PromptToken> {
+        (0..self.len()).map(|at| self.token(at))
+    }
+
+    /// Those of a reply in `range`.
+    pub fn logprobs(&self, range: Range<usize>) -> impl Iterator<Item = Logprob> {
+        range.map(|at| {
+            let PromptToken { bytes, logprob, top } = self.token(at);
+            Logprob { token: TokenLogprob { bytes, logprob: logprob.unwrap_or(0.0) }, top }
+        })
+    }
+
+    fn token(&self, at: usize) -> PromptToken {
+        let entry = |at: usize| {
+            let start = at.checked_sub(1).map_or(0, |at| self.entries[at].0);
+            let (end, logprob) = self.entries[at];
+            TokenLogprob { bytes: self.bytes[start..end].to_vec(), logprob }
+        };
+        let (start, end) = (at.checked_sub(1).map_or(0, |at| self.tokens[at]), self.tokens[at]);
+        let TokenLogprob { bytes, logprob } = entry(start);
+        let logprob = (!logprob.is_nan()).then_some(logprob);
+        PromptToken { bytes, logprob, top: (start + 1..end).map(entry).collect() }
+    }
+}
+
 /// `logprobs` of a completion, which grows token by token.
 #[derive(Debug, Clone, Default)]
 pub struct TextLogprobs {
@@ -253,4 +326,36 @@ fn biases(biases: Map<String, Value>) -> Result<Vec<TokenBias>, ApiError> {
         }
     };
     biases.into_iter().map(bias).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A8: the probabilities of a whole reply took 16.8 kB a token, counted nowhere.
+    #[test]
+    fn probabilities_are_held_compactly() {
+        let one = |text: &str, logprob| TokenLogprob { bytes: text.into(), logprob };
+        let tokens = [
+            PromptToken { bytes: b"a".to_vec(), logprob: None, top: Vec::new() },
+            PromptToken {
+                bytes: b"\xf0\x9f".to_vec(),
+                logprob: Some(-0.5),
+                top: vec![one("", -1.0), one("word", f32::NEG_INFINITY)],
+            },
+            PromptToken { bytes: Vec::new(), logprob: Some(0.0), top: vec![one(" x", 0.0)] },
+        ];
+        let mut held = Probabilities::default();
+        for PromptToken { bytes, logprob, top } in &tokens {
+            held.push(bytes, *logprob, top);
+        }
+        assert_eq!(held.iter().collect::<Vec<_>>(), tokens);
+        let logprob = held.logprobs(1..2).next().unwrap();
+        assert_eq!((logprob.token.logprob, &logprob.top), (-0.5, &tokens[1].top));
+        let top = vec![one(" the", -1.0); 20];
+        let mut held = Probabilities::default();
+        (0..1000).for_each(|_| held.push(b" the", Some(-1.0), &top));
+        let bytes = held.bytes.len() + 16 * held.entries.len() + 8 * held.len();
+        assert!(bytes / 1000 < 500, "{} bytes a token", bytes / 1000);
+    }
 }

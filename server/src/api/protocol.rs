@@ -13,8 +13,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::{Response, sse};
 use serde_json::{Map, Value};
-use steersman_engine::request::{Event, Request};
-use steersman_engine::{Error, RequestError, policy};
+use steersman_engine::request::{Choice, Choices, Event, Request};
+use steersman_engine::{Engine, Error, RequestError, policy};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
 use super::access::{self, Admission, Caller, Destination};
@@ -25,7 +26,7 @@ use super::openapi::Schemas;
 use super::reply::{self, Events, Frames, Head, Reply, Source};
 use super::route::Routes;
 use super::{App, random_hex};
-use crate::mcp::{Ran, rounds};
+use crate::mcp::{Ran, Toolbox, rounds};
 use crate::serve::Shutdown;
 
 /// The content type of bodies.
@@ -61,8 +62,8 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// What ids of replies begin with.
     const ID: &'static str;
 
-    /// Whether all requests of a body take one place in the queue.
-    const HAS_ONE_PLACE: bool = false;
+    /// Whether the end of a stream has the probabilities of its tokens again.
+    const REPEATS_LOGPROBS: bool = false;
 
     /// The content type that bodies must have, if any.
     const CONTENT_TYPE: Option<&'static str> = JSON;
@@ -201,47 +202,25 @@ pub async fn handle<P: Protocol>(
     }
     let requests = check_lengths(&app, &admission, requests).await;
     let requests = requests.map_err(|error| log.failed(error))?;
-    // Of each place in the queue.
-    let mut places: Vec<Vec<Request>> = Vec::new();
-    let mut count = 0;
-    // The requests, by number, and the tools of those with MCP tools.
-    let mut followed = Vec::new();
-    for (mut request, toolbox) in requests.into_iter().zip(toolboxes) {
-        request.profile = admission.profile.clone();
-        request.caller = seen.clone();
-        request.deadline = Some(deadline.into_std());
-        request.span = log.span();
+    let running_limit = app.access.running_limit(&admission.profile);
+    let complete = |request: Request| Request {
+        profile: admission.profile.clone(),
+        running_limit,
+        caller: seen.clone(),
+        deadline: Some(deadline.into_std()),
+        span: log.span(),
         // The probabilities of a rewound token cannot be taken back.
-        request.revisable = !stream && request.logprobs.is_none();
-        request.streams_calls = stream && P::STREAMS_CALLS;
-        let all = (0..choices as u64).zip(count..).map(|(choice, index)| Request {
-            // Traces are found by the id of the reply.
-            id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },
-            seed: request.seed.map(|seed| seed.wrapping_add(choice)),
-            // The prompt of the others does not run.
-            prompt_logprobs: request.prompt_logprobs.filter(|_| choice == 0),
-            live: Arc::default(),
-            ..request.clone()
-        });
-        count += choices;
-        let all: Vec<_> = all.collect();
-        let follow = |request: &Request| (toolbox.clone(), request.clone());
-        followed.extend(all.iter().map(follow));
-        match places.last_mut().filter(|_| P::HAS_ONE_PLACE) {
-            Some(place) => place.extend(all),
-            None => places.push(all),
-        }
-    }
-    let live = places.iter().flatten().map(|request| request.live.clone()).collect();
-    log.tracked.queued(&admission.model, live);
-    let mut receivers = Vec::new();
-    for mut place in places {
-        let first = place.remove(0);
-        let events = admission.engine.submit_choices(first, place);
-        receivers.extend(events.map_err(|error| log.failed(error))?);
-    }
-    let engine = admission.engine;
+        revisable: !stream && request.logprobs.is_none(),
+        streams_calls: stream && P::STREAMS_CALLS,
+        ..request
+    };
+    let body = numbered(&log.id, choices, requests.into_iter().map(complete));
     let routes = Routes::new(&app, &admission.profile, deadline);
+    let followers = followers(&body, &toolboxes, &routes);
+    let live = body.iter().flat_map(Choices::live).cloned().collect();
+    log.tracked.queued(&admission.model, live);
+    let receivers = admission.engine.submit_all(body).map_err(|error| log.failed(error))?;
+    let engine = admission.engine;
     let head = Head {
         id: log.id.clone(),
         created,
@@ -252,21 +231,77 @@ pub async fn handle<P: Protocol>(
         ..Head::default()
     };
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
-    let sources = receivers.into_iter().zip(followed).map(|(events, (toolbox, request))| {
-        let events = routes.follow(request.clone(), events);
-        match toolbox {
-            None => Source::Engine(events),
-            Some(toolbox) => {
-                let (engine, routes) = (engine.clone(), routes.clone());
-                Source::Rounds(rounds::start(toolbox, engine, routes, request, events))
-            }
-        }
-    });
+    let sources = receivers.into_iter().zip(followers);
+    let sources = sources.map(|(events, follower)| follower.source(events, &engine, &routes));
     let events = Events::new(sources.collect(), deadline, shutdown);
     if stream {
         reply::stream(protocol, head, events, log).await
     } else {
         reply::whole(protocol, head, events, log).await
+    }
+}
+
+/// The requests of a body with `choices` choices each, numbered from the id of the reply, by which traces are
+/// found.
+fn numbered(
+    id: &str,
+    choices: usize,
+    requests: impl Iterator<Item = Request>,
+) -> Vec<Choices> {
+    let of_reply = |index| if index == 0 { id.to_string() } else { format!("{id}-{index}") };
+    let one = |(number, request): (usize, Request)| {
+        let other = |choice| Choice {
+            id: of_reply(number * choices + choice),
+            seed: request.seed.map(|seed| seed.wrapping_add(choice as u64)),
+            live: Arc::default(),
+        };
+        let others = (1..choices).map(other).collect();
+        let (id, live) = (of_reply(number * choices), Arc::default());
+        Choices { request: Request { id, live, ..request }, others }
+    };
+    requests.enumerate().map(one).collect()
+}
+
+/// Who reads the events of a choice before the protocol does.
+enum Follower {
+    /// Nobody.
+    Nobody,
+    /// [`Routes`], which may begin this request again elsewhere.
+    Routes(Request),
+    /// The rounds of this request, with these tools.
+    Rounds(Request, Arc<Toolbox>),
+}
+
+/// The follower of each choice. Only those that begin a request again hold a copy of it.
+fn followers(
+    body: &[Choices],
+    toolboxes: &[Option<Arc<Toolbox>>],
+    routes: &Routes,
+) -> Vec<Follower> {
+    let of_choices = |(choices, toolbox): (&Choices, &Option<Arc<Toolbox>>)| -> Vec<Follower> {
+        match toolbox {
+            Some(toolbox) => {
+                let rounds = |request| Follower::Rounds(request, toolbox.clone());
+                choices.requests().map(rounds).collect()
+            }
+            None if routes.are_any() => choices.requests().map(Follower::Routes).collect(),
+            None => choices.live().map(|_| Follower::Nobody).collect(),
+        }
+    };
+    body.iter().zip(toolboxes).flat_map(of_choices).collect()
+}
+
+impl Follower {
+    fn source(self, events: UnboundedReceiver<Event>, engine: &Engine, routes: &Routes) -> Source {
+        match self {
+            Self::Nobody => Source::Engine(events),
+            Self::Routes(request) => Source::Engine(routes.follow(|| request, events)),
+            Self::Rounds(request, toolbox) => {
+                let events = routes.follow(|| request.clone(), events);
+                let (engine, routes) = (engine.clone(), routes.clone());
+                Source::Rounds(rounds::start(toolbox, engine, routes, request, events))
+            }
+        }
     }
 }
 
@@ -305,13 +340,13 @@ async fn check_lengths(
     requests: Vec<Request>,
 ) -> Result<Vec<Request>, ApiError> {
     let limit = admission.engine.info().context.saturating_sub(1);
-    let is_long = |request: &Request| request.text_bytes() / BYTES_PER_TOKEN > limit;
+    let is_long = move |request: &Request| request.text_bytes() / BYTES_PER_TOKEN > limit;
     if !requests.iter().any(is_long) {
         return Ok(requests);
     }
     let engine = admission.engine.clone();
     let check = move || {
-        for request in &requests {
+        for request in requests.iter().filter(|request| is_long(request)) {
             let tokens = engine.tokenize(request)?.len();
             if tokens > limit {
                 let error = RequestError::ContextTooLong { tokens, limit };

@@ -26,6 +26,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::ApiError;
 use super::log::RequestLog;
+use super::probability::{PROBABILITIES, Probabilities};
 use super::protocol::{Framing, Protocol};
 use crate::mcp::Ran;
 use crate::mcp::rounds::Progress;
@@ -185,9 +186,9 @@ pub struct Reply {
     /// The embedding of its prompt, if the request asks for it.
     pub embedding: Vec<f32>,
     /// The tokens of its prompt, if the request asks for them.
-    pub prompt: Vec<PromptToken>,
+    pub prompt: Probabilities,
     /// The probabilities of the tokens of its answer, if the request asks for them.
-    pub logprobs: Vec<Logprob>,
+    pub logprobs: Probabilities,
     /// Of each part, which of `logprobs` are those of its tokens.
     logprobs_of: Vec<Range<usize>>,
     pub finished: Finished,
@@ -233,8 +234,13 @@ impl Reply {
     }
 
     /// The probabilities of the tokens of part `index`, if it is an answer.
-    pub fn logprobs_of(&self, index: usize) -> &[Logprob] {
-        &self.logprobs[self.logprobs_of[index].clone()]
+    pub fn logprobs_of(&self, index: usize) -> impl Iterator<Item = Logprob> {
+        self.logprobs.logprobs(self.logprobs_of[index].clone())
+    }
+
+    /// The probabilities of all tokens of the answer.
+    pub fn all_logprobs(&self) -> impl Iterator<Item = Logprob> {
+        self.logprobs.logprobs(0..self.logprobs.len())
     }
 
     /// The tool calls that the client runs.
@@ -277,7 +283,7 @@ pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
 struct Parts {
     /// With the probabilities of the tokens of an answer.
     parts: Vec<(Part, Range<usize>)>,
-    logprobs: Vec<Logprob>,
+    logprobs: Probabilities,
     /// How many probabilities belong to a part already, or to a token without text, such as the tag of a call.
     /// The others came before the text of their tokens.
     assigned: usize,
@@ -303,7 +309,7 @@ impl Parts {
                 }
             }
             (Event::Logprob(logprob), _) => {
-                self.logprobs.push(logprob.clone());
+                self.logprobs.push_logprob(logprob);
                 if let Some((Part::Answer(_), own)) = self.parts.last_mut() {
                     own.end = self.logprobs.len();
                     self.assigned = own.end;
@@ -379,7 +385,7 @@ impl Frames {
 #[derive(Debug, Default)]
 struct Partial {
     parts: Parts,
-    prompt: Vec<PromptToken>,
+    prompt: Probabilities,
     embedding: Vec<f32>,
     finished: Option<Finished>,
 }
@@ -391,6 +397,8 @@ struct Run<P> {
     events: Events,
     log: RequestLog,
     replies: Vec<Partial>,
+    /// Probabilities that are held.
+    probabilities: usize,
     /// Whether the client has received the pieces, so that none can be dropped.
     is_stream: bool,
 }
@@ -399,7 +407,33 @@ impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
         let count = events.sources.len();
         let replies = (0..count).map(|_| Partial::default()).collect();
-        Self { protocol, head, events, log, replies, is_stream }
+        Self { protocol, head, events, log, replies, probabilities: 0, is_stream }
+    }
+
+    /// Whether the probabilities of a token are held until the end, and not sent before.
+    fn holds_logprobs(&self) -> bool {
+        !self.is_stream || P::REPEATS_LOGPROBS
+    }
+
+    /// Counts the probabilities of an event that are held.
+    ///
+    /// # Errors
+    /// 400 if there are too many.
+    fn count_probabilities(&mut self, event: &Event) -> Result<(), ApiError> {
+        self.probabilities += match event {
+            Event::Logprob(logprob) if self.holds_logprobs() => 1 + logprob.top.len(),
+            // Each choice has those of the prompt.
+            Event::PromptToken(token) => (1 + token.top.len()) * self.head.choices,
+            _ => 0,
+        };
+        if self.probabilities <= PROBABILITIES {
+            return Ok(());
+        }
+        let message = format!(
+            "logprobs: the replies have more than {PROBABILITIES} probabilities; ask for fewer likeliest \
+             tokens, fewer choices or prompts, or a smaller max_tokens, or stream the replies"
+        );
+        Err(ApiError::value("logprobs", message))
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
@@ -426,9 +460,15 @@ impl<P: Protocol> Run<P> {
                 }
             };
             self.log.event(&event);
+            if let Err(error) = self.count_probabilities(&event) {
+                return Err(self.log.failed(error));
+            }
+            let holds_logprobs = self.holds_logprobs();
             let reply = &mut self.replies[index];
             self.log.tracked.event(index, &event);
-            reply.parts.add(&event);
+            if holds_logprobs || !matches!(event, Event::Logprob(_)) {
+                reply.parts.add(&event);
+            }
             match &event {
                 Event::Started {
                     fingerprint,
@@ -463,7 +503,10 @@ impl<P: Protocol> Run<P> {
                     return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::PromptToken(token) => {
-                    reply.prompt.push(token.clone());
+                    if !self.is_stream {
+                        let PromptToken { bytes, logprob, top } = token;
+                        reply.prompt.push(bytes, *logprob, top);
+                    }
                     return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::Routed { model, profile } => {

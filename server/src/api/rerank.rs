@@ -20,9 +20,8 @@ use super::{fields, json};
 pub struct Rerank {
     /// Most results.
     top_n: usize,
-    documents: Vec<String>,
-    /// Whether the results have the documents.
-    returns_documents: bool,
+    /// The documents, if the results have them.
+    documents: Option<Vec<String>>,
 }
 
 #[derive(Deserialize, JsonSchema)]
@@ -57,18 +56,15 @@ impl Body {
         }
         let documents = documents.into_iter().enumerate().map(|(i, value)| text(i, value));
         let documents = documents.collect::<Result<Vec<_>, _>>()?;
-        let request = |text: &String| Request {
-            prompt: Some(RawPrompt::Text(text.clone())),
+        let returned = self.return_documents.unwrap_or(false).then(|| documents.clone());
+        let request = |text| Request {
+            prompt: Some(RawPrompt::Text(text)),
             embedding: Some(Embedding { dimensions: None }),
             max_tokens: Some(0),
             ..Request::default()
         };
-        let requests = std::iter::once(&query).chain(&documents).map(request).collect();
-        let protocol = Rerank {
-            top_n: self.top_n.unwrap_or(usize::MAX),
-            documents,
-            returns_documents: self.return_documents.unwrap_or(false),
-        };
+        let requests = std::iter::once(query).chain(documents).map(request).collect();
+        let protocol = Rerank { top_n: self.top_n.unwrap_or(usize::MAX), documents: returned };
         Ok(Call { protocol, requests, choices: 1, notes: Vec::new() })
     }
 }
@@ -94,8 +90,6 @@ struct Document {
 impl Protocol for Rerank {
     const ID: &'static str = "rerank-";
 
-    const HAS_ONE_PLACE: bool = true;
-
     fn schema(schemas: &mut Schemas) -> Value {
         let parts = [schemas.of::<Body>()];
         schemas.body(fields::RERANK, &parts)
@@ -119,8 +113,8 @@ impl Protocol for Rerank {
         ranked.truncate(self.top_n);
         let result = |(index, score): (usize, f32)| {
             let mut result = json!({"index": index, "relevance_score": score});
-            if self.returns_documents {
-                result["document"] = json!({"text": self.documents[index]});
+            if let Some(documents) = &self.documents {
+                result["document"] = json!({"text": documents[index]});
             }
             result
         };

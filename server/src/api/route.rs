@@ -43,19 +43,29 @@ impl Routes {
         engine: &Engine,
         request: Request,
     ) -> Result<UnboundedReceiver<Event>, Error> {
-        let events = engine.submit(request.clone())?;
-        Ok(self.follow(request, events))
+        let again = self.any.then(|| request.clone());
+        let events = engine.submit(request)?;
+        Ok(match again {
+            Some(request) => self.follow(|| request, events),
+            None => events,
+        })
+    }
+
+    /// Whether the profile has routes.
+    pub fn are_any(&self) -> bool {
+        self.any
     }
 
     /// Follows a request that was queued and sends `events`.
     pub fn follow(
         &self,
-        request: Request,
+        request: impl FnOnce() -> Request,
         mut events: UnboundedReceiver<Event>,
     ) -> UnboundedReceiver<Event> {
         if !self.any {
             return events;
         }
+        let request = request();
         let (out, receiver) = unbounded_channel();
         let routes = self.clone();
         tokio::spawn(async move {
@@ -102,6 +112,7 @@ impl Routes {
         let request = Request {
             id: format!("{}-routed", request.id),
             profile: profile.clone(),
+            running_limit: self.app.access.running_limit(&profile),
             is_routed: true,
             ..request
         };

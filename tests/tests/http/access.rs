@@ -52,6 +52,7 @@ async fn policies_see_who_sends_a_request_but_no_key() {
     );
     assert_eq!(caller.metadata, [pair("a", "1"), pair("b", "2")]);
     assert_eq!(caller.headers, [pair("x-team", "red")]);
+    assert_eq!(seen.last().running_limit, 1, "limits.requests counts what a request splits into");
     // Another profile grants no headers.
     let caller = send_as("sk-all", labels).await;
     assert_eq!((caller.key, &caller.headers[..]), ("a046e4925c1c5162".to_string(), &[][..]));

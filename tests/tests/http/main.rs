@@ -143,13 +143,14 @@ fn engine_on(
     let records = seen.clone();
     tokio::spawn(async move {
         while !*waiting.ended().borrow() {
-            let Some(Taken { place, job, others }) = waiting.try_take() else {
+            let Some(Taken { number, job, others, .. }) = waiting.try_take() else {
                 tokio::time::sleep(Duration::from_millis(1)).await;
                 continue;
             };
-            waiting.leave(place);
+            waiting.leave(number);
             // The choices of a request run together.
             let mut choices = Vec::new();
+            let others: Vec<_> = others.into_iter().map(|other| other.of(&job.request)).collect();
             for Job { request, events } in std::iter::once(job).chain(others) {
                 let acts = script(&request);
                 records.requests.lock().unwrap().push(request.clone());

@@ -175,3 +175,59 @@ async fn logprobs_stand_beside_the_text_of_their_tokens() {
     let with_text = chunks.iter().find(|chunk| chunk["choices"][0]["delta"]["content"] == "Rome");
     assert_eq!(with_text.unwrap()["choices"][0]["logprobs"], expected);
 }
+
+/// A8: the probabilities of a whole reply took 16.8 kB a token, without a limit: n = 32 with 16,384 tokens each would
+/// have taken 8.8 GB. A stream holds none of them.
+#[tokio::test]
+async fn whole_replies_have_a_limited_number_of_probabilities() {
+    fn many() -> Vec<Act> {
+        let one = TokenLogprob { bytes: b"a".to_vec(), logprob: -0.5 };
+        let token = |_| {
+            let (token, top) = (one.clone(), vec![one.clone(); 20]);
+            [Say(Event::Logprob(Logprob { token, top })), Say(Event::Answer("a".into()))]
+        };
+        let tokens = (0..500).flat_map(token);
+        tokens.chain([finished(FinishReason::Stop)]).collect()
+    }
+    let (app, _) = app(many);
+    let ask = |n: u64| body(json!({"logprobs": true, "top_logprobs": 20, "n": n}));
+    let (status, reply) = chat(&app, ask(2)).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let logprobs = &reply["choices"][1]["logprobs"]["content"];
+    assert_eq!(logprobs.as_array().unwrap().len(), 500);
+    rejected(&app, ask(25), 400, "invalid_value", "logprobs", "262144 probabilities").await;
+}
+
+/// A4: stop strings of any length were accepted, in each protocol.
+#[tokio::test]
+async fn long_stop_strings_are_refused_in_every_protocol() {
+    let (app, _) = app(answer);
+    let long = "a".repeat(5000);
+    let stops = json!(["END", long]);
+    let chat = body(json!({}));
+    let with = |mut body: Value, more: Value| {
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    for (route, body, param) in [
+        ("/v1/chat/completions", with(chat.clone(), json!({"stop": stops})), "stop[1]"),
+        ("/v1/chat/completions", with(chat.clone(), json!({"stop": long})), "stop: "),
+        ("/v1/completions", json!({"prompt": "a", "stop": stops}), "stop[1]"),
+        (
+            "/v1/messages",
+            with(chat.clone(), json!({"max_tokens": 9, "stop_sequences": stops})),
+            "stop_sequences[1]",
+        ),
+        ("/api/chat", with(chat, json!({"options": {"stop": stops}})), "stop[1]"),
+    ] {
+        let request = axum::http::Request::post(route)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Body::from(body.to_string()))
+            .unwrap();
+        let response = send(&app, request).await;
+        assert_eq!(response.status(), StatusCode::BAD_REQUEST, "{route}");
+        let reply = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+        let says = format!("{param}{}", if param.ends_with(' ') { "" } else { ": " });
+        assert!(reply.contains(&says) && reply.contains("has 5000 bytes"), "{route} {reply}");
+    }
+}

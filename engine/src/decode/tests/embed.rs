@@ -75,7 +75,7 @@ fn embeddings_equal_those_of_mlx_lm() {
                 serde_json::from_value(reference[name][pooling].clone()).unwrap();
             // Nothing is saved that the second could resume from.
             for _ in 0..2 {
-                let events = start_together(decoder, vec![embed(&prompt(name), None)]);
+                let events = start_texts(decoder, vec![embed(&prompt(name), None)]);
                 finish(decoder);
                 let found = embedding(events.into_iter().next().unwrap()).unwrap();
                 close(&found, &expected, &format!("{name} {pooling}"));
@@ -94,12 +94,12 @@ fn texts_of_one_body_equal_texts_alone() {
         let lengths = [70, 3, 70, 1, 44, 25, 60, 9, 33];
         let mut alone = Vec::new();
         for length in lengths {
-            let events = start_together(decoder, vec![embed(&prompt[..length], None)]);
+            let events = start_texts(decoder, vec![embed(&prompt[..length], None)]);
             finish(decoder);
             alone.extend(events.into_iter().map(|events| embedding(events).unwrap()));
         }
         let requests = lengths.map(|length| embed(&prompt[..length], None));
-        let events = start_together(decoder, requests.to_vec());
+        let events = start_texts(decoder, requests.to_vec());
         finish(decoder);
         for (events, alone) in events.into_iter().zip(&alone) {
             close(&embedding(events).unwrap(), alone, pooling);
@@ -111,7 +111,7 @@ fn texts_of_one_body_equal_texts_alone() {
 fn fewer_dimensions_are_the_first_ones_at_length_one() {
     let decoder = &mut decoder("llama", Pooling::Last);
     let mut run = |dimensions| {
-        let events = start_together(decoder, vec![embed(&prompt("llama"), dimensions)]);
+        let events = start_texts(decoder, vec![embed(&prompt("llama"), dimensions)]);
         finish(decoder);
         embedding(events.into_iter().next().unwrap())
     };
@@ -130,7 +130,7 @@ fn a_preempted_text_is_embedded_whole() {
     let reference = json("embeddings.json");
     for (pooling, value) in POOLINGS {
         let decoder = &mut decoder("qwen3_next", value);
-        let events = start_together(decoder, vec![embed(&prompt("qwen3_next"), None)]);
+        let events = start_texts(decoder, vec![embed(&prompt("qwen3_next"), None)]);
         (0..2).for_each(|_| decoder.step());
         let mut sequence = decoder.sequences.pop().unwrap();
         decoder.drop_state(&mut sequence).unwrap();
@@ -146,7 +146,7 @@ fn a_preempted_text_is_embedded_whole() {
 fn a_client_that_hangs_up_ends_its_texts() {
     let decoder = &mut decoder("qwen3_5", Pooling::Mean);
     let prompt = prompt("qwen3_5");
-    let events = start_together(decoder, vec![embed(&prompt, None); 9]);
+    let events = start_texts(decoder, vec![embed(&prompt, None); 9]);
     decoder.step();
     drop(events);
     decoder.step();

@@ -20,10 +20,10 @@ use crate::policy::{
     Verdict,
 };
 use crate::prefix::Retention;
-use crate::queue::Job;
+use crate::queue::{Job, Taken};
 use crate::request::{
-    CallDelta, Event, FinishReason, Logprob, Message, PromptToken, Request, Sampling, ToolCall,
-    Usage,
+    CallDelta, Choice, Choices, Event, FinishReason, Logprob, Message, PromptToken, Request,
+    Sampling, ToolCall, Usage,
 };
 use crate::text::Piece;
 
@@ -233,27 +233,58 @@ fn session(policy: impl Policy + 'static) -> Session {
     }
 }
 
-/// Starts requests that take one place: choices of one, or the texts of a body.
+/// Starts the choices of a request, which differ in id and seed.
 pub fn start_together(
     decoder: &mut Decoder,
-    requests: Vec<Request>,
+    choices: Vec<Request>,
 ) -> Vec<mpsc::UnboundedReceiver<Event>> {
-    let (mut jobs, mut receivers) = (Vec::new(), Vec::new());
-    for request in requests {
-        let (events, receiver) = mpsc::unbounded_channel();
-        jobs.push(Job { request, events });
-        receivers.push(receiver);
-    }
-    let first = jobs.remove(0);
-    let prepared = decoder.preparer.prepare_choices(first, jobs).unwrap();
-    decoder.start_request(prepared);
-    receivers
+    let events = decoder.queue.add_all(vec![together(choices)]).unwrap();
+    prepare_waiting(decoder);
+    decoder.start_requests();
+    events
 }
 
-/// Steps until no sequence is left, preempted ones included.
+/// Starts the texts of a body.
+pub fn start_texts(
+    decoder: &mut Decoder,
+    texts: Vec<Request>,
+) -> Vec<mpsc::UnboundedReceiver<Event>> {
+    let body = texts.into_iter().map(Choices::from).collect();
+    let events = decoder.queue.add_all(body).unwrap();
+    prepare_waiting(decoder);
+    decoder.start_requests();
+    events
+}
+
+/// Requests that differ in id and seed as the choices of one.
+pub fn together(choices: Vec<Request>) -> Choices {
+    let mut choices = choices.into_iter();
+    let request = choices.next().unwrap();
+    let other = |Request { id, seed, live, .. }| Choice { id, seed, live };
+    Choices { request, others: choices.map(other).collect() }
+}
+
+/// Prepares requests of the queue, as the threads do.
+pub fn prepare_waiting(decoder: &Decoder) {
+    while let Some(Taken { number, body, job, others }) = decoder.queue.try_take() {
+        let prepared = decoder.preparer.prepare_choices(body, job, others).unwrap();
+        decoder.queue.ready(number, Box::new(prepared));
+    }
+}
+
+/// Prepares what waits, and runs a step.
+pub fn turn(decoder: &mut Decoder) {
+    prepare_waiting(decoder);
+    decoder.step();
+}
+
+/// Steps until no request is left, preempted ones included.
 pub fn finish(decoder: &mut Decoder) {
-    while !decoder.sequences.is_empty() || !decoder.preempted.is_empty() {
-        decoder.step();
+    while !decoder.sequences.is_empty()
+        || !decoder.preempted.is_empty()
+        || decoder.queue.waiting() > 0
+    {
+        turn(decoder);
     }
 }
 

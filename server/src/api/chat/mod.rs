@@ -9,7 +9,7 @@ use steersman_engine::request::{CallDelta, Event, FinishReason, Finished, ToolCa
 use super::error::ApiError;
 use super::openapi::Schemas;
 use super::params::StreamOptions;
-use super::probability;
+use super::probability::{self, Probabilities};
 use super::protocol::{Parsed, Protocol};
 use super::reply::{self, Frames, Head, Reply};
 use crate::mcp::Ran;
@@ -29,7 +29,7 @@ struct Choice {
     /// Id of the call whose pieces are being sent.
     open_call: Option<String>,
     /// Probabilities of tokens, for the next chunk.
-    logprobs: Vec<Value>,
+    logprobs: Probabilities,
 }
 
 impl Chat {
@@ -44,7 +44,7 @@ impl Chat {
     }
 
     fn choice(&mut self, index: usize, delta: Value, finish_reason: Option<&str>) -> Value {
-        let logprobs = std::mem::take(&mut self.choices[index].logprobs);
+        let logprobs = self.choices[index].logprobs.take_chat();
         let logprobs = probability::chat_logprobs(logprobs);
         json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
     }
@@ -74,7 +74,7 @@ impl Protocol for Chat {
                 self.delta(head, index, delta, out);
             }
             Event::Logprob(logprob) => {
-                self.choices[index].logprobs.push(probability::chat_logprob(&logprob));
+                self.choices[index].logprobs.push_logprob(&logprob);
             }
             Event::Answer(piece) => self.delta(head, index, json!({"content": piece}), out),
             Event::CallDelta(CallDelta { id, name: Some(name), arguments }) => {
@@ -130,7 +130,7 @@ impl Protocol for Chat {
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let mut choices = Vec::new();
         for (index, reply) in replies.iter().enumerate() {
-            let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
+            let logprobs = reply.all_logprobs().map(|logprob| probability::chat_logprob(&logprob));
             choices.push(json!({
                 "index": index,
                 "message": message(reply),

@@ -20,7 +20,7 @@ use super::error::{ApiError, Dialect};
 use super::fields;
 use super::models::described;
 use super::openapi::Schemas;
-use super::probability;
+use super::probability::{self, Probabilities};
 use super::protocol::{Framing, Parsed, Protocol, destination, read_json};
 use super::reply::{self, Frames, Head, Reply};
 use crate::models::Description;
@@ -29,7 +29,7 @@ use crate::models::Description;
 #[derive(Debug, Default)]
 pub struct Ollama<const CHAT: bool> {
     /// Probabilities of tokens, for the next line of a stream.
-    logprobs: Vec<Value>,
+    logprobs: Probabilities,
     /// See [`Protocol::keeps_model`].
     keep_alive: Option<Option<Duration>>,
 }
@@ -63,7 +63,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::Answer(piece) => line::<CHAT>(head, &piece, "", &[], false),
             Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
             Event::Logprob(logprob) => {
-                self.logprobs.push(probability::chat_logprob(&logprob));
+                self.logprobs.push_logprob(&logprob);
                 return;
             }
             // Calls are sent whole.
@@ -77,12 +77,12 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             | Event::Finished(_)
             | Event::Failed(_) => return,
         };
-        out.data(&with_logprobs(line, std::mem::take(&mut self.logprobs)));
+        out.data(&with_logprobs(line, self.logprobs.take_chat()));
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
         let last = line::<CHAT>(head, "", "", &[], true);
-        let last = with_logprobs(last, std::mem::take(&mut self.logprobs));
+        let last = with_logprobs(last, self.logprobs.take_chat());
         out.data(&self.ended(head, replies, last));
     }
 
@@ -96,7 +96,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
         };
         let calls: Vec<_> = reply.tool_calls().collect();
         let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
-        let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
+        let logprobs = reply.all_logprobs().map(|logprob| probability::chat_logprob(&logprob));
         self.ended(head, replies, with_logprobs(line, logprobs.collect()))
     }
 }

@@ -57,6 +57,8 @@ pub struct Responses {
 impl Protocol for Responses {
     const ID: &'static str = "resp_";
 
+    const REPEATS_LOGPROBS: bool = true;
+
     fn schema(schemas: &mut Schemas) -> Value {
         request::schema(schemas)
     }
@@ -182,7 +184,7 @@ impl Protocol for Responses {
         let is_whole = finished.reason != FinishReason::Length;
         let status = if is_whole { "completed" } else { "incomplete" };
         let item = |(index, part): (usize, &Part)| {
-            let logprobs = reply.logprobs_of(index).iter().map(probability::chat_logprob);
+            let logprobs = reply.logprobs_of(index).map(|logprob| probability::chat_logprob(&logprob));
             self.item(head, index, part, &logprobs.collect::<Vec<_>>(), ended(part))
         };
         let output = reply.parts.iter().enumerate().map(item).collect();

@@ -1,0 +1,193 @@
+//! No request delays one of another profile by more than a turn, whatever it asks for.
+
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::scripted::*;
+use crate::config::{Config, Profile};
+use crate::decode::Decoder;
+use crate::policy::SamplingPatch;
+use crate::request::{Choices, Embedding, Event, RawPrompt, Request};
+
+/// Sequences that run at once.
+const SLOTS: usize = 4;
+
+/// A decoder for the profiles `default`, `other` and `third`.
+fn decoder(name: &str) -> Decoder {
+    let mut config = Config::default();
+    (config.engine.prefill_chunk, config.engine.max_running) = (64, SLOTS);
+    config.store.min_tokens = 1;
+    for profile in ["other", "third"] {
+        config.profiles.insert(profile.into(), Profile::default());
+    }
+    let mut decoder = family(name, config, false);
+    // Accepted drafts would save steps.
+    decoder.costs = None;
+    decoder
+}
+
+fn request(profile: &str, prompt: usize, max_tokens: u32) -> Request {
+    let tokens = (0..prompt as u32).map(|i| 3 + (i + prompt as u32) % 90).collect();
+    Request {
+        profile: profile.into(),
+        prompt: Some(RawPrompt::Tokens(tokens)),
+        max_tokens: Some(max_tokens),
+        ignores_end: true,
+        sampling: SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() },
+        seed: Some(7),
+        ..Request::default()
+    }
+}
+
+fn choices(request: Request, count: u64) -> Choices {
+    let seed = |choice| request.seed.map(|seed| seed + choice);
+    together((0..count).map(|choice| Request { seed: seed(choice), ..request.clone() }).collect())
+}
+
+fn text(tokens: usize) -> Choices {
+    let embedding = Some(Embedding { dimensions: None });
+    Request { embedding, ignores_end: false, ..request("default", tokens, 0) }.into()
+}
+
+/// Every kind of body that fans out. Embeddings and reranking are both texts.
+fn large_bodies() -> [(&'static str, Vec<Choices>); 3] {
+    [
+        ("n", vec![choices(request("default", 150, 60), 32)]),
+        ("prompts", (0..4).map(|i| choices(request("default", 90 + i, 40), 8)).collect()),
+        ("texts", (0..64).map(|i| text(200 + i)).collect()),
+    ]
+}
+
+/// Tokens of a reply that has ended, or the numbers of an embedding.
+fn reply(events: &mut UnboundedReceiver<Event>) -> Option<(String, Vec<f32>)> {
+    let (mut answer, mut numbers) = (String::new(), Vec::new());
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Answer(piece) | Event::Reasoning(piece) => answer += &piece,
+            Event::Embedding(embedding) => numbers = embedding,
+            Event::Finished(_) => return Some((answer, numbers)),
+            Event::Failed(error) => panic!("{error}"),
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Steps until this request has ended, without those that a near-tie of any sequence runs alone.
+fn steps(decoder: &mut Decoder, request: Request) -> usize {
+    let request = Request { id: "small".into(), ..request };
+    let mut events = decoder.queue.add(request).unwrap();
+    let (mut steps, mut has_run) = (0, false);
+    for _ in 0..2000 {
+        steps += usize::from(!decoder.sequences.iter().any(|s| s.runs_alone));
+        turn(decoder);
+        while let Ok(event) = events.try_recv() {
+            assert!(!matches!(event, Event::Failed(_)), "{event:?}");
+        }
+        let runs = decoder.sequences.iter().any(|s| s.request.id == "small");
+        has_run |= runs;
+        if has_run && !runs && decoder.preempted.iter().all(|s| s.request.id != "small") {
+            return steps;
+        }
+    }
+    panic!("no end")
+}
+
+/// A3: one request took all places until it ended, up to an hour: chats with n = 32, completions of several
+/// prompts, 256 texts of an embedding. A small request of another profile got nothing, as choices and texts waited
+/// "like preempted sequences, before all requests of the queue". Steps are counted, not time. All of the large
+/// request ends too, with the replies that it has alone.
+#[test]
+fn one_request_delays_another_profile_by_at_most_a_turn() {
+    for name in ["llama", "qwen3_next"] {
+        let small = || request("other", 12, 4);
+        let idle = steps(&mut decoder(name), small());
+        for ((kind, body), (_, same)) in large_bodies().into_iter().zip(large_bodies()) {
+            let alone = &mut decoder(name);
+            let events = alone.queue.add_all(same).unwrap();
+            finish(alone);
+            let expected: Vec<_> = events.into_iter().map(|mut e| reply(&mut e)).collect();
+
+            let decoder = &mut decoder(name);
+            let events = decoder.queue.add_all(body).unwrap();
+            (0..8).for_each(|_| turn(decoder));
+            for i in 0..12 {
+                let taken = steps(decoder, small());
+                assert!(taken <= idle + 1, "{name}, {kind}: small {i} took {taken}, alone {idle}");
+            }
+            finish(decoder);
+            for (i, (mut events, expected)) in events.into_iter().zip(expected).enumerate() {
+                let found = reply(&mut events);
+                match (&found, &expected) {
+                    (Some((a, x)), Some((b, y))) => {
+                        assert_eq!(a, b, "{name}, {kind} {i}");
+                        let is_close = x.iter().zip(y).all(|(x, y)| (x - y).abs() < 1e-5);
+                        assert!(x.len() == y.len() && is_close, "{name}, {kind} {i}");
+                    }
+                    _ => panic!("{name}, {kind} {i}: no end"),
+                }
+            }
+        }
+    }
+}
+
+/// Slots are shared: of two profiles whose requests fan out each gets half, and a third one its part.
+#[test]
+fn profiles_share_the_slots() {
+    let decoder = &mut decoder("llama");
+    let running = |decoder: &Decoder, profile: &str| {
+        decoder.sequences.iter().filter(|s| s.request.profile == profile).count()
+    };
+    let _first = decoder.queue.add_all(vec![choices(request("default", 20, 500), 32)]).unwrap();
+    (0..4).for_each(|_| turn(decoder));
+    assert_eq!(running(decoder, "default"), 4);
+    let _second = decoder.queue.add_all(vec![choices(request("other", 20, 500), 32)]).unwrap();
+    (0..8).for_each(|_| turn(decoder));
+    assert_eq!((running(decoder, "default"), running(decoder, "other")), (2, 2));
+    let _third = decoder.queue.add(request("third", 20, 500)).unwrap();
+    (0..4).for_each(|_| turn(decoder));
+    assert_eq!(running(decoder, "third"), 1);
+    // Nobody is preempted for ever: what is equal stays.
+    let preemptions = decoder.activity.report().preemptions;
+    (0..20).for_each(|_| turn(decoder));
+    assert_eq!(decoder.activity.report().preemptions, preemptions);
+}
+
+/// `limits.requests` counted bodies only: with a limit of 1, one request had 32 sequences. They run one after
+/// another, and every one ends.
+#[test]
+fn the_limit_of_a_profile_counts_what_a_request_splits_into() {
+    for (kind, mut body) in large_bodies() {
+        for choices in &mut body {
+            choices.request.running_limit = 2;
+        }
+        if kind == "n" {
+            body[0].request.max_tokens = Some(5);
+        }
+        let decoder = &mut decoder("llama");
+        let events = decoder.queue.add_all(body).unwrap();
+        let mut most = 0;
+        while !decoder.sequences.is_empty()
+            || !decoder.preempted.is_empty()
+            || decoder.queue.waiting() > 0
+        {
+            turn(decoder);
+            most = most.max(decoder.sequences.len());
+        }
+        assert!((1..=2).contains(&most), "{kind}: {most}");
+        assert!(events.into_iter().all(|mut events| reply(&mut events).is_some()), "{kind}");
+    }
+}
+
+/// Within a profile the bodies take turns: a small request waits for one slot, and not for the rest of 32 choices
+/// or 64 texts.
+#[test]
+fn a_small_request_of_the_same_profile_comes_at_its_turn() {
+    for (kind, body) in large_bodies() {
+        let decoder = &mut decoder("llama");
+        let _events = decoder.queue.add_all(body).unwrap();
+        (0..8).for_each(|_| turn(decoder));
+        let taken = steps(decoder, request("default", 12, 4));
+        // The longest of those that run, and its own.
+        assert!(taken <= 60 + 10, "{kind}: {taken}");
+    }
+}
