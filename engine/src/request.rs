@@ -341,7 +341,66 @@ pub struct FunctionCall {
     pub name: String,
     /// The arguments as JSON values, since templates read values. The server converts from and to
     /// the API's JSON in a string.
-    pub arguments: Map<String, Value>,
+    pub arguments: Arguments,
+}
+
+/// The arguments of a call: values, and the JSON that the model wrote where values cannot hold it.
+///
+/// A [`Value`] has integers of 64 bits and the numbers of an `f64`; a model may write longer ones, which its
+/// client reads in full.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Arguments {
+    values: Map<String, Value>,
+    /// The JSON, if it is not that of the values.
+    json: Option<Box<str>>,
+}
+
+impl Arguments {
+    /// The `values` of `json`.
+    pub fn written(values: Map<String, Value>, json: &str) -> Self {
+        let own = serde_json::to_string(&values).unwrap_or_default();
+        Self { values, json: (own != json).then(|| json.into()) }
+    }
+
+    /// Compact JSON with all digits.
+    pub fn to_json(&self) -> String {
+        match &self.json {
+            Some(json) => json.to_string(),
+            None => serde_json::to_string(&self.values).unwrap_or_default(),
+        }
+    }
+}
+
+impl From<Map<String, Value>> for Arguments {
+    fn from(values: Map<String, Value>) -> Self {
+        Self { values, json: None }
+    }
+}
+
+impl From<Arguments> for Value {
+    fn from(arguments: Arguments) -> Self {
+        arguments.values.into()
+    }
+}
+
+impl std::ops::Deref for Arguments {
+    type Target = Map<String, Value>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.values
+    }
+}
+
+impl Serialize for Arguments {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.values.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Arguments {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Map::deserialize(deserializer).map(Self::from)
+    }
 }
 
 /// Sampling parameters of a request.
@@ -502,8 +561,8 @@ pub enum Event {
     },
     /// The next piece of a tool call that is being written; only with [`Request::streams_calls`].
     CallDelta(CallDelta),
-    /// A complete tool call, after its pieces if there were any. A call that a limit cut off has pieces
-    /// only.
+    /// A complete tool call, after its pieces if there were any. A call that a limit cut off, or that became
+    /// malformed, has pieces only, which are no JSON; the reason of the end is then [`FinishReason::Length`].
     ToolCall(ToolCall),
     /// What was done to the reply, for operators: an action of a policy, in words.
     Note {
@@ -604,7 +663,8 @@ mod tests {
         let text = "x".repeat(1000);
         let message = Message { role: "user".into(), ..Message::default() };
         let object = |value: Value| value.as_object().unwrap().clone();
-        let call = FunctionCall { name: "f".into(), arguments: object(json!({"a": [text]})) };
+        let call =
+            FunctionCall { name: "f".into(), arguments: object(json!({"a": [text]})).into() };
         let call = ToolCall { id: "1".into(), kind: "function".into(), function: call };
         let requests = [
             Request {

@@ -306,6 +306,9 @@ impl Preparer {
         if request.streams_calls && !policy.judges_calls {
             reply.stream_calls();
         }
+        if grammar.is_none() {
+            reply.read_untagged_calls();
+        }
         if request.tool_choice.is_required {
             reply.require_call();
         }

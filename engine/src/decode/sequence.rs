@@ -147,6 +147,10 @@ pub struct Progress {
     /// The answer as sent to the client, which will send it back in the next turn.
     pub(super) answer: String,
     pub(super) tool_calls: Vec<ToolCall>,
+    /// Id of the newest call that the client has a part of, until it has the whole.
+    pub(super) open_call: Option<String>,
+    /// Number of calls that the client has a part of, and not the whole.
+    pub(super) open_calls: usize,
     /// Pieces of the last token from a tool call on that has no verdict yet.
     pub(super) waiting: VecDeque<Piece>,
     /// The pieces before them, which are sent together with them.
@@ -450,6 +454,10 @@ impl Sequence {
                 Piece::CallDelta(_) if is_left_out => continue,
                 Piece::CallDelta(delta) => {
                     self.rewind_limit = self.tokens.len();
+                    if delta.name.is_some() {
+                        self.progress.open_calls += 1;
+                        self.progress.open_call = Some(delta.id.clone());
+                    }
                     Event::CallDelta(delta)
                 }
                 Piece::ToolCall(call) if is_left_out => {
@@ -458,6 +466,9 @@ impl Sequence {
                     continue;
                 }
                 Piece::ToolCall(call) => {
+                    if self.progress.open_call.take_if(|id| *id == call.id).is_some() {
+                        self.progress.open_calls -= 1;
+                    }
                     self.progress.tool_calls.push(call.clone());
                     Event::ToolCall(call)
                 }
@@ -472,6 +483,12 @@ impl Sequence {
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // The end of the reply may have completed a call.
         let reason = match reason {
+            // The client has part of a call, which it must not run.
+            FinishReason::Stop | FinishReason::StopString(_) | FinishReason::ToolCalls
+                if self.progress.open_calls > 0 =>
+            {
+                FinishReason::Length
+            }
             FinishReason::Stop | FinishReason::StopString(_)
                 if !self.progress.tool_calls.is_empty() =>
             {

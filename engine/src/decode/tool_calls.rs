@@ -162,7 +162,7 @@ fn view(
     sent: &[ToolCall],
     accepted: &[ToolCall],
 ) -> ToolCallView {
-    let arguments = compact(&call.function.arguments);
+    let arguments = call.function.arguments.to_json();
     let mut earlier = conversation(messages);
     earlier.extend(sent.iter().chain(accepted).map(|call| (call, None)));
     let older = earlier.len().saturating_sub(EARLIER_CALLS);

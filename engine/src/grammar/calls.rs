@@ -8,6 +8,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
+use super::parameter::{Parameter, Strings};
 use super::{FORM_BYTES, Scope, refused, schema, with_options};
 use crate::error::RequestError;
 use crate::request::Request;
@@ -16,9 +17,6 @@ use crate::text::{Text, harmony};
 
 /// The rule for an answer instead of calls.
 pub const ANSWER: &str = "answer";
-
-/// Depth to which `$ref` and `anyOf` are followed.
-const SCHEMA_DEPTH: usize = 8;
 
 /// The calls that a request allows.
 pub struct Calls {
@@ -36,6 +34,42 @@ struct Tool {
     name: String,
     /// Its parameters if they are enforced.
     parameters: Option<Value>,
+    /// The same in a format that writes parameters one by one; see [`Calls::divide`].
+    block: Option<Block>,
+}
+
+/// The parameters of a strict tool in a format that writes them one by one.
+struct Block {
+    /// An object with properties.
+    schema: Value,
+    /// What each property allows, in formats that write strings otherwise than JSON does.
+    parameters: Vec<(String, Parameter)>,
+}
+
+impl Block {
+    fn of(path: &str, schema: &Value, text: Spelling) -> Result<Self, RequestError> {
+        let schema = flattened(path, schema)?;
+        let mut parameters = Vec::new();
+        if text == Spelling::Json {
+            return Ok(Self { schema, parameters });
+        }
+        for (key, property) in properties(&schema) {
+            let place = format!("{path}.properties.{key}");
+            let parameter = Parameter::of(&place, property, path, &schema)?;
+            if text == Spelling::Bare && parameter.is_ambiguous() {
+                let problem = "a string that looks like another value is read as that value in the format \
+                               in which this model writes calls, so its schema is not enforced; leave out \
+                               the string, or `strict`";
+                return Err(refused(&place, problem));
+            }
+            if !parameter.is_empty() {
+                parameters.push((key.clone(), parameter));
+            } else if is_required(&schema, key) {
+                return Err(refused(&place, "allows no value, but is required"));
+            }
+        }
+        Ok(Self { schema, parameters })
+    }
 }
 
 impl Calls {
@@ -130,19 +164,30 @@ impl Calls {
         Ok(())
     }
 
-    /// Checks how much work the schemas of strict tools are, and that the format can express them.
+    /// Divides the schemas of strict tools into their parameters, if the format writes these one by one.
     ///
     /// # Errors
-    /// [`RequestError::Structure`] with the path of what is too much, or cannot be expressed.
+    /// [`RequestError::Structure`] with the path of what the format cannot express.
+    pub fn divide(&mut self) -> Result<(), RequestError> {
+        let Arguments::Parameters { text, .. } = &self.format.written.arguments else {
+            return Ok(());
+        };
+        for tool in &mut self.tools {
+            if let Some(parameters) = &tool.parameters {
+                tool.block = Some(Block::of(&parameters_path(tool.index), parameters, *text)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks how much work the schemas of strict tools are.
+    ///
+    /// # Errors
+    /// [`RequestError::Structure`] with the path of what is too much.
     pub fn check_bounds(&self) -> Result<(), RequestError> {
         for Tool { index, parameters, .. } in &self.tools {
             let Some(parameters) = parameters else { continue };
-            let path = parameters_path(*index);
-            schema::check_bounds(&path, parameters)?;
-            match &self.format.written.arguments {
-                Arguments::Json | Arguments::Parameters { text: Spelling::Json, .. } => {}
-                Arguments::Parameters { .. } => check_block(&path, parameters)?,
-            }
+            schema::check_bounds(&parameters_path(*index), parameters)?;
         }
         Ok(())
     }
@@ -155,9 +200,17 @@ impl Calls {
         &self,
         compile: &dyn Fn(&Value) -> Result<(), String>,
     ) -> Result<(), RequestError> {
-        for Tool { index, parameters, .. } in &self.tools {
+        for Tool { index, parameters, block, .. } in &self.tools {
             let Some(parameters) = parameters else { continue };
-            schema::check(&parameters_path(*index), parameters, compile)?;
+            let path = parameters_path(*index);
+            schema::check(&path, parameters, compile)?;
+            let Some(block) = block else { continue };
+            for (key, parameter) in &block.parameters {
+                let Some(others) = &parameter.others else { continue };
+                let schema = with_definitions(others, &block.schema);
+                let place = format!("{path}.properties.{key}");
+                compile(&schema).map_err(|problem| refused(&place, problem))?;
+            }
         }
         Ok(())
     }
@@ -315,34 +368,40 @@ impl Calls {
     /// `more_TOOL_N` too, after another one.
     fn parameters(&self, index: usize, tool: &Tool) -> String {
         let mut rules = String::new();
-        let (Some(schema), Arguments::Parameters { key: [open, after], text, close, separator }) =
-            (&tool.parameters, &self.format.written.arguments)
+        let (
+            Some(Block { schema, parameters }),
+            Arguments::Parameters { key: [open, after], text, close, separator },
+        ) = (&tool.block, &self.format.written.arguments)
         else {
             return rules;
         };
-        let required = schema.get("required").and_then(Value::as_array);
-        let is_required =
-            |key: &str| required.is_some_and(|all| all.iter().any(|name| name == key));
         let separator = self.terms(separator);
         let mut count = 0;
-        for (n, (key, value)) in properties(schema).enumerate() {
-            let parameter = |after: &str, text| {
-                let open = self.terms(&format!("{open}{key}{after}"));
-                format!("{open} {}", self.value(value, schema, text, close))
-            };
-            let parameter = match *text {
-                Spelling::Declared(other) => match may_be_text(value, schema, SCHEMA_DEPTH) {
-                    true if is_text(value) => parameter(after, Spelling::Bare),
-                    true => {
-                        let other = parameter(other, Spelling::Json);
-                        format!("({} | {other})", parameter(after, Spelling::Bare))
-                    }
-                    false => parameter(other, Spelling::Json),
-                },
-                text => parameter(after, text),
+        let whole = properties(schema).map(|(key, value)| (key, value, None));
+        let split = parameters.iter().map(|(key, parameter)| (key, &Value::Null, Some(parameter)));
+        let all: Vec<_> = if *text == Spelling::Json { whole.collect() } else { split.collect() };
+        for (n, (key, value, parameter)) in all.into_iter().enumerate() {
+            let open = |after: &str| self.terms(&format!("{open}{key}{after}"));
+            let close = self.terms(close);
+            let parameter = match parameter {
+                // Strings are as in JSON.
+                None => format!("{} {} {close}", open(after), json_value(value, schema)),
+                Some(parameter) => {
+                    let strings = self.strings(&parameter.strings, *text, &close);
+                    let strings = strings.map(|strings| format!("{} {strings}", open(after)));
+                    let after = if let Spelling::Declared(other) = text { other } else { after };
+                    // A bare text may be any value, and is read as one.
+                    let is_covered = *text == Spelling::Bare && parameter.strings == Strings::Free;
+                    let others = parameter.others.as_ref().filter(|_| !is_covered);
+                    let others = others.map(|others| {
+                        format!("{} {} {close}", open(after), json_value(others, schema))
+                    });
+                    let all: Vec<_> = strings.into_iter().chain(others).collect();
+                    format!("({})", all.join(" | "))
+                }
             };
             let next = n + 1;
-            let (skip_first, skip_more) = match is_required(key) {
+            let (skip_first, skip_more) = match is_required(schema, key) {
                 true => (String::new(), String::new()),
                 false => (format!(" | first_{index}_{next}"), format!(" | more_{index}_{next}")),
             };
@@ -357,35 +416,22 @@ impl Calls {
         rules
     }
 
-    /// The value of a parameter and what closes it, as terms.
-    fn value(&self, value: &Value, root: &Value, text: Spelling, close: &str) -> String {
-        let choices = value.get("enum").and_then(Value::as_array);
-        let choices = choices.filter(|all| all.iter().all(Value::is_string));
-        let tag = self.terms(close);
-        let is_text = may_be_text(value, root, SCHEMA_DEPTH);
-        let quote = match text {
-            Spelling::Quoted(quote) => quote,
-            Spelling::Bare | Spelling::Declared(_) | Spelling::Json => "",
-        };
-        if let Some(choices) = choices.filter(|_| text != Spelling::Json) {
-            let choice =
-                |choice: &Value| choice.as_str().map(|text| format!("{quote}{text}{quote}"));
-            let choices: Vec<_> =
-                choices.iter().filter_map(choice).map(|text| self.terms(&text)).collect();
-            return format!("({}) {tag}", choices.join(" | "));
-        }
-        match text {
-            Spelling::Bare if is_text => return "text".into(),
-            Spelling::Quoted(_) if is_text => return format!("text {tag}"),
-            _ => {}
-        }
-        let mut schema = value.clone();
-        for keyword in ["$defs", "definitions"] {
-            if let (Some(part), Some(definitions)) = (schema.as_object_mut(), root.get(keyword)) {
-                part.entry(keyword).or_insert_with(|| definitions.clone());
+    /// Strings of a parameter and `tag`, which closes it, as terms; `None` if there are none.
+    fn strings(&self, strings: &Strings, text: Spelling, tag: &str) -> Option<String> {
+        let quote = if let Spelling::Quoted(quote) = text { quote } else { "" };
+        match strings {
+            Strings::Free if quote.is_empty() => Some("text".into()),
+            Strings::Free => Some(format!("text {tag}")),
+            Strings::Listed(all) if all.is_empty() => None,
+            Strings::Listed(all) => {
+                let term = |text: &String| match self.terms(&format!("{quote}{text}{quote}")) {
+                    empty if empty.is_empty() => "\"\"".into(),
+                    term => term,
+                };
+                let all: Vec<String> = all.iter().map(term).collect();
+                Some(format!("({}) {tag}", all.join(" | ")))
             }
         }
-        format!("%json {} {tag}", with_options(schema))
     }
 
     /// `text` as terms: the tags in it that are tokens, and literals between them.
@@ -425,67 +471,68 @@ fn tool((index, tool): (usize, &Value)) -> Option<Tool> {
     let is_strict = function.get("strict") == Some(&Value::Bool(true));
     let parameters = function.get("parameters").filter(|schema| !schema.is_null());
     let parameters = parameters.cloned().unwrap_or_else(|| json!({"type": "object"}));
-    Some(Tool { index, name, parameters: is_strict.then_some(parameters) })
+    Some(Tool { index, name, parameters: is_strict.then_some(parameters), block: None })
 }
 
-/// Whether strings are among the values of `schema`: they stand in a block without quotes.
-fn may_be_text(schema: &Value, root: &Value, depth: usize) -> bool {
-    find_text(schema, root, depth, &mut HashSet::new())
+/// `schema` as a term, with the definitions of `root`.
+fn json_value(schema: &Value, root: &Value) -> String {
+    format!("%json {}", with_options(with_definitions(schema, root)))
 }
 
-/// [`may_be_text`], without what was `seen` already: references may lead to a schema on exponentially many ways.
-fn find_text(schema: &Value, root: &Value, depth: usize, seen: &mut HashSet<*const Value>) -> bool {
-    let Value::Object(keywords) = schema else { return true };
-    if depth == 0 {
-        return true;
-    }
-    if !seen.insert(std::ptr::from_ref(schema)) {
-        return false;
-    }
-    if let Some(target) = keywords.get("$ref").and_then(Value::as_str) {
-        let found = target.strip_prefix('#').and_then(|pointer| root.pointer(pointer));
-        return found.is_none_or(|schema| find_text(schema, root, depth - 1, seen));
-    }
-    if let Some(kind) = keywords.get("type") {
-        return kind == "string"
-            || kind.as_array().is_some_and(|all| all.iter().any(|k| k == "string"));
-    }
-    if let Some(value) = keywords.get("const") {
-        return value.is_string();
-    }
-    if let Some(values) = keywords.get("enum").and_then(Value::as_array) {
-        return values.iter().any(Value::is_string);
-    }
-    for list in ["anyOf", "oneOf"] {
-        if let Some(parts) = keywords.get(list).and_then(Value::as_array) {
-            return parts.iter().any(|part| find_text(part, root, depth - 1, seen));
+fn with_definitions(schema: &Value, root: &Value) -> Value {
+    let mut schema = schema.clone();
+    for keyword in ["$defs", "definitions"] {
+        if let (Some(part), Some(definitions)) = (schema.as_object_mut(), root.get(keyword)) {
+            part.entry(keyword).or_insert_with(|| definitions.clone());
         }
     }
-    true
+    schema
 }
 
-/// Whether only strings are among the values of `schema`, which says so itself.
-fn is_text(schema: &Value) -> bool {
-    let choices = schema.get("enum").and_then(Value::as_array);
-    let all_text = choices.is_some_and(|all| all.iter().all(Value::is_string));
-    all_text || schema.get("type").is_some_and(|kind| kind == "string")
+fn is_required(schema: &Value, key: &str) -> bool {
+    let required = schema.get("required").and_then(Value::as_array);
+    required.is_some_and(|all| all.iter().any(|name| name == key))
 }
 
 fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {
     schema.get("properties").and_then(Value::as_object).into_iter().flatten()
 }
 
-/// Checks that blocks can express what the schema demands of strings.
-fn check_block(path: &str, schema: &Value) -> Result<(), RequestError> {
-    for (key, value) in properties(schema) {
-        let keywords = ["pattern", "format", "minLength", "maxLength"];
-        let is_text = may_be_text(value, schema, SCHEMA_DEPTH);
-        let Some(keyword) = keywords.into_iter().find(|k| is_text && value.get(k).is_some()) else {
-            continue;
-        };
-        let problem = "this keyword of a string is not enforced in the format in which this model \
-                       writes calls; remove it, or `strict`";
-        return Err(refused(&format!("{path}.properties.{key}.{keyword}"), problem));
+/// The parameters `schema` at `path` of a format that writes them one by one: an object with properties, which a
+/// reference at its root may have.
+fn flattened(path: &str, schema: &Value) -> Result<Value, RequestError> {
+    /// References at the root.
+    const DEPTH: usize = 8;
+    let (mut place, mut found) = (path.to_string(), schema);
+    for _ in 0..DEPTH {
+        let Some(target) = found.get("$ref").and_then(Value::as_str) else { break };
+        let pointer = target.strip_prefix('#').unwrap_or(target);
+        let Some(next) = schema.pointer(pointer) else { break };
+        (place, found) = (format!("{path}{}", pointer.replace('/', ".")), next);
     }
-    Ok(())
+    let mut flat = found.clone();
+    let Some(keywords) = flat.as_object_mut() else { return Ok(json!({"type": "object"})) };
+    // Parameters that are not declared are not written, so nothing is demanded of them.
+    const NOT_ENFORCED: [&str; 8] =
+        ["$ref", "allOf", "anyOf", "oneOf", "const", "enum", "minProperties", "maxProperties"];
+    if let Some(keyword) = NOT_ENFORCED.into_iter().find(|keyword| keywords.contains_key(*keyword))
+    {
+        let problem = "this keyword is not enforced for the parameters as a whole in the format in which this \
+                       model writes calls; declare all parameters in `properties`, or remove `strict`";
+        return Err(refused(&format!("{place}.{keyword}"), problem));
+    }
+    for definitions in ["$defs", "definitions"] {
+        if let Some(all) = schema.get(definitions) {
+            keywords.entry(definitions).or_insert_with(|| all.clone());
+        }
+    }
+    let required = keywords.get("required").and_then(Value::as_array).into_iter().flatten();
+    let is_declared =
+        |key: &str| keywords.get("properties").is_some_and(|all| all.get(key).is_some());
+    let missing = required.filter_map(Value::as_str).find(|key| !is_declared(key));
+    if let Some(key) = missing {
+        let problem = format!("names `{key}`, which `properties` do not have; declare it");
+        return Err(refused(&format!("{place}.required"), problem));
+    }
+    Ok(flat)
 }

@@ -44,6 +44,7 @@ mod calls;
 mod compile;
 mod dead;
 mod gbnf;
+mod parameter;
 mod schema;
 #[cfg(test)]
 mod tests;
@@ -139,9 +140,12 @@ impl Grammars {
         self.compile_form(wanted).map(drop)
     }
 
-    fn compile_form(&self, wanted: Wanted) -> Result<Grammar, RequestError> {
+    fn compile_form(&self, mut wanted: Wanted) -> Result<Grammar, RequestError> {
         let field = wanted.field();
         wanted.check_size()?;
+        if let Some(calls) = &mut wanted.calls {
+            calls.divide()?;
+        }
         let digest = wanted.digest();
         if let Some(known) = self.compiler.recall(&digest) {
             return Ok(Grammar { field, ..known });

@@ -402,6 +402,95 @@ fn calls_of_every_format_follow_the_schema() {
     }
 }
 
+/// Fault F3: in formats that write strings bare or in quotes of their own, a strict tool's `const`, `$ref`,
+/// `anyOf`, `allOf` and lists of types were accepted and not enforced. Each is enforced, or refused with its path.
+#[test]
+fn strict_parameters_are_enforced_through_references_and_combinations_or_refused() {
+    let defs = json!({
+        "Mode": {"type": "string", "enum": ["list", "load"]},
+        "Short": {"type": "string", "maxLength": 2},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "null"}]},
+    });
+    let tool = |schema: &Value| {
+        json!({"type": "function", "function": {"name": "book", "strict": true, "parameters": {
+            "type": "object", "properties": {"title": schema}, "required": ["title"],
+            "additionalProperties": false, "$defs": defs}}})
+    };
+    let choice = ToolChoice { is_required: true, ..ToolChoice::default() };
+    let request = |schema: &Value| Request {
+        tools: vec![tool(schema)],
+        tool_choice: choice.clone(),
+        ..Request::default()
+    };
+    let null_or = |schema: Value| json!({"anyOf": [schema, {"type": "null"}]});
+    let bare = ["qwen", "gemma-4", "glm", "minimax", "seed-oss", "deepseek-v3.2", "function-gemma"];
+    for format in FORMATS.iter().filter(|format| bare.contains(&format.name)) {
+        let text = text_of(format, &format.tags().collect::<Vec<_>>());
+        let grammars = Grammars::new(text.clone());
+        for (schema, good, bad) in [
+            (json!({"const": "list"}), json!(["list"]), json!(["lists", 1])),
+            (json!({"$ref": "#/$defs/Mode"}), json!(["load"]), json!(["x"])),
+            (json!({"anyOf": [{"const": "a"}, {"const": 2}]}), json!(["a", 2]), json!(["b", 3])),
+            (null_or(json!({"enum": ["list"]})), json!(["list", null]), json!(["x", true])),
+            (null_or(json!({"$ref": "#/$defs/Mode"})), json!(["list", null]), json!(["x"])),
+            (
+                json!({"type": ["string", "null"], "enum": ["a", null]}),
+                json!(["a", null]),
+                json!(["b", 1]),
+            ),
+            (json!({"enum": ["a", 1, true]}), json!(["a", 1, true]), json!(["b", 2, false])),
+            (
+                json!({"allOf": [{"$ref": "#/$defs/Mode"}, {"const": "load"}]}),
+                json!(["load"]),
+                json!(["list"]),
+            ),
+            (json!({"oneOf": [{"const": "a"}, {"const": "b"}]}), json!(["a", "b"]), json!(["c"])),
+            (json!({"enum": ["a", "abc"], "maxLength": 2}), json!(["a"]), json!(["abc"])),
+            (json!({"type": "integer", "maximum": 5}), json!([5]), json!([6, "x"])),
+            (
+                json!({"anyOf": [{"type": "integer"}, {"const": "auto"}]}),
+                json!([5, "auto"]),
+                json!(["x"]),
+            ),
+            (json!({"type": ["string", "null"]}), json!(["any text"]), json!([])),
+        ] {
+            for (values, expected) in [(good, true), (bad, false)] {
+                for value in values.as_array().unwrap() {
+                    let source = format.written.spell(&[("book", &[("title", value.clone())])]);
+                    let grammar = grammars.compile(&request(&schema));
+                    let mut grammar = grammar
+                        .unwrap_or_else(|e| panic!("{}: {schema}: {e}", format.name))
+                        .unwrap();
+                    let tokens = text.encode(&source).unwrap();
+                    let takes = tokens.iter().all(|token| grammar.commit(*token).unwrap());
+                    assert_eq!(takes, expected, "{}: {schema}: {source}", format.name);
+                }
+            }
+        }
+        for (schema, path) in [
+            (json!({"$ref": "#/$defs/Short"}), "$defs.Short.maxLength"),
+            (
+                null_or(json!({"type": "string", "pattern": "a+"})),
+                "properties.title.anyOf[0].pattern",
+            ),
+            (
+                json!({"allOf": [{"minLength": 2}, {"type": "string"}]}),
+                "properties.title.allOf[0].minLength",
+            ),
+            (json!({"$ref": "#/$defs/Loop"}), "$defs.Loop.anyOf[0].$ref"),
+            (json!({"allOf": [{"const": "a"}, {"const": "b"}]}), "properties.title"),
+        ] {
+            let refused = grammars.compile(&request(&schema));
+            let path = format!("tools[0].function.parameters.{path}");
+            assert!(
+                matches!(&refused, Err(RequestError::Structure { path: at, .. }) if at.starts_with(&path)),
+                "{}: {schema}: {refused:?}",
+                format.name
+            );
+        }
+    }
+}
+
 #[test]
 fn a_request_without_a_form_has_no_grammar() {
     let grammars = Grammars::new(text());

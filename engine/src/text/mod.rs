@@ -98,7 +98,8 @@ impl Text {
         }
         let templates = folder.templates()?;
         let source = templates.choose(true).source();
-        tokenizer.set_format(Format::of(source));
+        let format = Format::of_model(source, |tag| tokenizer.id(tag).is_some());
+        tokenizer.set_format(format);
         tokenizer.set_reasoning(source);
         if tokenizer.format().has_messages() {
             let ends = harmony::ENDS.iter().filter_map(|end| tokenizer.id(end));

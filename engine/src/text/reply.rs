@@ -21,9 +21,15 @@
 //! A call that only lacks its end, where the model ended it, is closed. One that a limit cut off is not:
 //! half a command must not run. What cannot be repaired comes as text. Each comes with a note.
 //!
-//! With [`Reply::stream_calls`], the answer's calls are emitted while they are written. A call that turns
-//! out to be malformed then cannot become text: it is closed, and what follows is text. One that a limit
-//! cuts off stays open, so that its arguments are not JSON.
+//! With [`Reply::stream_calls`], the answer's calls are emitted while they are written, from their first
+//! certain value on. The calls are those of a reply that is not streamed. A call that turns out to be
+//! malformed cannot become text as there: it stays open, so that its arguments are not JSON, as that of a
+//! call which a limit cuts off; what follows is text.
+//!
+//! # Calls without their tag
+//! With [`Reply::read_untagged_calls`], [`Format::untagged`](super::tool_call::Format::untagged) at the
+//! beginning of a line, outside of a block of code, begins a call if it names a tool. So does an answer that is
+//! nothing but JSON which names tools.
 //!
 //! Stop strings are searched in the answer only, as clients see it, before white space next to a
 //! call is removed.
@@ -36,18 +42,20 @@ use sha2::{Digest, Sha256};
 
 use super::Text;
 use super::detokenize::Detokenizer;
-use super::stop::{Stop, partial};
+use super::stop::Stop;
 use super::tokenizer::{Marker, Tokenizer};
-use super::tool_call::{Ids, Schemas};
+use super::tool_call::{Format, Ids, Schemas};
 use super::trim::{Lead, Tail};
 use crate::error::{RequestError, Result};
 use crate::request::{CallDelta, ToolCall};
 
 mod call;
 mod message;
+mod tags;
 
 use call::{Call, Ending};
 use message::Message;
+use tags::Place;
 
 /// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
@@ -84,7 +92,7 @@ pub struct Reply {
     tokenizer: Arc<Tokenizer>,
     detokenizer: Detokenizer,
     schemas: Schemas,
-    /// If the tag of calls is not a token: the text held back because it may start one.
+    /// If a call may begin with text: the text held back because it may be the beginning.
     spelled: Option<String>,
     /// The tokens of `spelled`: for each, the number of tokens before it and its bytes.
     spans: VecDeque<(usize, usize)>,
@@ -102,6 +110,12 @@ pub struct Reply {
     message: Option<Message>,
     must_call: bool,
     streams_calls: bool,
+    /// See [`Reply::read_untagged_calls`].
+    reads_untagged: bool,
+    /// Whether the tags of calls are text.
+    spells_tags: bool,
+    /// Text after a call that has ended, which may have the tag of another.
+    leftover: String,
     calls: usize,
     /// Digest of the prompt: call ids are unique in a conversation and equal on repetition.
     prompt: [u8; 32],
@@ -129,6 +143,7 @@ struct Answer {
     gap: String,
     /// Open `<think>` markers that are text.
     quoted: usize,
+    place: Place,
 }
 
 impl Reply {
@@ -152,6 +167,7 @@ impl Reply {
             None => (None, last == Some(Marker::OpenReasoning)),
         };
         let schemas = Schemas::new(tools);
+        let schemas_are_empty = schemas.is_empty();
         let is_spelled =
             tokenizer.format().open.is_some() && tokenizer.marker_id(Marker::OpenCall).is_none();
         // The calls of the conversation, where they are numbered.
@@ -180,6 +196,9 @@ impl Reply {
             message,
             must_call: false,
             streams_calls: false,
+            reads_untagged: false,
+            spells_tags: !schemas_are_empty && is_spelled,
+            leftover: String::new(),
             calls,
             prompt: digest.finalize().into(),
             raw: String::new(),
@@ -340,8 +359,10 @@ impl Reply {
     /// The text of `token` if it is a special token of a call, or of the tag before one.
     fn call_token(&self, token: u32) -> Option<&'static str> {
         let text = self.tokenizer.call_token(token)?;
-        let open = self.tokenizer.format().open.filter(|_| self.spelled.is_some());
-        (self.in_call() || open.is_some_and(|open| open.contains(text))).then_some(text)
+        let Format { open, untagged, .. } = self.tokenizer.format();
+        let tags = [open.filter(|_| self.spells_tags), untagged.filter(|_| self.reads_untagged)];
+        let is_part = tags.iter().flatten().any(|tag| tag.contains(text));
+        (self.in_call() || is_part).then_some(text)
     }
 
     fn is_marker(&self, marker: Marker) -> bool {
@@ -359,6 +380,8 @@ impl Reply {
         if let Some(held) = self.spelled.as_mut().map(std::mem::take) {
             self.add_to_phase(&held);
         }
+        let rest = std::mem::take(&mut self.leftover);
+        self.add_to_phase(&rest);
         self.spans.clear();
     }
 
@@ -377,23 +400,39 @@ impl Reply {
         self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
         let mut rest = held + text;
         loop {
-            let marker = match self.call.is_some() && self.tokenizer.format().close.is_some() {
-                true => Marker::CloseCall,
-                false => Marker::OpenCall,
-            };
-            let tag = self.tokenizer.marker_text(marker);
-            let Some(at) = rest.find(tag) else {
-                let held = rest.split_off(rest.len() - partial(&rest, tag));
-                self.spelled = Some(held);
+            let Some((at, tag, marker)) = self.find_tag(&rest) else {
+                let held = rest.split_off(rest.len() - self.partial_tag(&rest));
                 self.consume(rest.len());
-                return self.add_to_phase(&rest);
+                self.add_to_phase(&rest);
+                rest = std::mem::take(&mut self.leftover);
+                if rest.is_empty() {
+                    self.spelled = Some(held);
+                    return;
+                }
+                rest += &held;
+                continue;
             };
             self.add_to_phase(&rest[..at]);
             self.consume(at);
+            rest.drain(..at);
+            if !self.leftover.is_empty() {
+                rest.insert_str(0, &std::mem::take(&mut self.leftover));
+                continue;
+            }
             self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
-            self.marker(marker);
+            match marker {
+                Some(marker) => self.marker(marker),
+                None => {
+                    // Text may be quoted, a token is not.
+                    let is_token = self.tokenizer.id(tag).is_some();
+                    if !self.is_reasoning && (is_token || self.answer.place.may_begin_call()) {
+                        self.call = Some(Call::untagged(self.tag));
+                    }
+                    self.add_to_phase(tag);
+                }
+            }
             self.consume(tag.len());
-            rest.drain(..at + tag.len());
+            rest.drain(..tag.len());
         }
     }
 
@@ -417,8 +456,8 @@ impl Reply {
         if self.is_reasoning {
             self.reasoning.on_new_line = text.ends_with('\n');
         }
-        if self.call.is_none() && self.may_be_bare_call(text) {
-            self.call = Some(Call::bare(self.tokens.saturating_sub(1)));
+        if self.call.is_none() {
+            self.open_bare_call(text);
         }
         match &mut self.call {
             Some(call) => {
@@ -441,6 +480,7 @@ impl Reply {
     }
 
     fn add_answer(&mut self, text: &str) {
+        self.answer.place.push(text);
         let text = self.answer.lead.push(text);
         if text.is_empty() {
             return;

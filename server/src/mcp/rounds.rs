@@ -218,8 +218,8 @@ impl Rounds {
     async fn call(&self, calls: &[ToolCall]) -> Vec<Message> {
         let mut results = Vec::new();
         for call in calls {
-            let (name, arguments) = (&call.function.name, call.function.arguments.clone());
-            let text = Value::from(arguments.clone()).to_string();
+            let (name, arguments) = (&call.function.name, (*call.function.arguments).clone());
+            let text = call.function.arguments.to_json();
             let start = Instant::now();
             let output = self.toolbox.call(name, arguments).await;
             let ran = Ran {

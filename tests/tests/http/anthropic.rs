@@ -56,7 +56,7 @@ async fn events(app: &Router, body: Value) -> Vec<Value> {
 
 fn call() -> ToolCall {
     let arguments = json!({"city": "Rome"}).as_object().unwrap().clone();
-    let function = FunctionCall { name: "weather".into(), arguments };
+    let function = FunctionCall { name: "weather".into(), arguments: arguments.into() };
     ToolCall { id: "call_a".into(), kind: "function".into(), function }
 }
 

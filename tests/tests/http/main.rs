@@ -227,7 +227,7 @@ fn call_in_pieces(reason: FinishReason) -> Vec<Act> {
     };
     let call = |id: &str| {
         let arguments = json!({"town": "Rome"}).as_object().unwrap().clone();
-        let function = FunctionCall { name: "weather".into(), arguments };
+        let function = FunctionCall { name: "weather".into(), arguments: arguments.into() };
         Say(Event::ToolCall(ToolCall { id: id.into(), kind: "function".into(), function }))
     };
     vec![

@@ -76,7 +76,7 @@ fn granting(mcp: McpConfig, grants: &[&str]) -> ServerConfig {
 
 fn tool_call(id: &str, name: &str, arguments: Value) -> ToolCall {
     let arguments = arguments.as_object().unwrap().clone();
-    let function = FunctionCall { name: name.into(), arguments };
+    let function = FunctionCall { name: name.into(), arguments: arguments.into() };
     ToolCall { id: id.into(), kind: "function".into(), function }
 }
 

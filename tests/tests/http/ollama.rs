@@ -26,9 +26,28 @@ async fn get(app: &Router, path: &str) -> Value {
 
 fn calls() -> Vec<Act> {
     let arguments = json!({"city": "Rome"}).as_object().unwrap().clone();
-    let function = FunctionCall { name: "weather".into(), arguments };
+    let function = FunctionCall { name: "weather".into(), arguments: arguments.into() };
     let call = ToolCall { id: "call_a".into(), kind: "function".into(), function };
     vec![Say(Event::ToolCall(call)), finished(FinishReason::ToolCalls)]
+}
+
+fn two_calls() -> Vec<Act> {
+    let mut acts = calls();
+    acts.extend(calls());
+    acts.remove(1);
+    acts
+}
+
+/// Fault F11: every call of a stream had the index 0.
+#[tokio::test]
+async fn streamed_calls_are_numbered_as_those_of_a_whole_reply() {
+    let (app, _) = app(two_calls);
+    let tool = json!({"type": "function", "function": {"name": "weather", "parameters": {}}});
+    let body = json!({"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]});
+    let (_, lines) = lines(&app, "/api/chat", &body).await;
+    let calls = lines.iter().filter_map(|line| line["message"]["tool_calls"].as_array()).flatten();
+    let indexes: Vec<_> = calls.map(|call| call["function"]["index"].clone()).collect();
+    assert_eq!(indexes, [0, 1]);
 }
 
 /// Before, `curl -d` as in Ollama's documentation and the clients that send no type got a 415.

@@ -119,7 +119,7 @@ async fn stream_has_usage_only_on_request() {
 fn tool_calls() -> Vec<Act> {
     let arguments = json!({"town": "Zürich", "days": 2, "about": ["rain"]});
     let arguments = arguments.as_object().unwrap().clone();
-    let function = FunctionCall { name: "weather".into(), arguments };
+    let function = FunctionCall { name: "weather".into(), arguments: arguments.into() };
     let call =
         |id: &str| ToolCall { id: id.into(), kind: "function".into(), function: function.clone() };
     vec![

@@ -46,7 +46,7 @@ async fn events(app: &Router, body: Value) -> Vec<Value> {
 
 fn reasons_and_calls() -> Vec<Act> {
     let arguments = json!({"city": "Rome"}).as_object().unwrap().clone();
-    let function = FunctionCall { name: "weather".into(), arguments };
+    let function = FunctionCall { name: "weather".into(), arguments: arguments.into() };
     let call = ToolCall { id: "call_a".into(), kind: "function".into(), function };
     vec![
         Say(Event::Reasoning("The city".into())),

@@ -410,6 +410,9 @@ pub fn run_session(
     if request.streams_calls && !judges_calls {
         again.stream_calls();
     }
+    if sequence.constraint.is_none() {
+        again.read_untagged_calls();
+    }
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
     pieces.extend(again.finish());
     let (mut expected_reasoning, mut expected_answer) = (String::new(), String::new());

@@ -286,7 +286,7 @@ fn policy_sees_calls_and_results_of_the_conversation() {
     let made = |id: &str, value: Value| ToolCall {
         id: id.into(),
         kind: "function".into(),
-        function: FunctionCall { name: "look".into(), arguments: arguments(value) },
+        function: FunctionCall { name: "look".into(), arguments: arguments(value).into() },
     };
     let mut assistant = message("assistant", "");
     assistant.tool_calls = vec![
@@ -358,6 +358,23 @@ fn calls_are_sent_while_they_are_written_only_without_verdicts() {
     single.tool_choice.is_single = true;
     let ran = run_plain(decoder, &single, script());
     assert_eq!((streamed(&ran).len(), ran.calls.len()), (1, 1), "{ran:?}");
+}
+
+/// Fault F5: the reply of a stream with half a call ended with `tool_calls`, so clients ran it. It ends as at a
+/// limit, for all protocols.
+#[test]
+fn a_stream_with_a_malformed_call_ends_as_at_a_limit() {
+    let decoder = &mut tokens_model();
+    let whole = with_tools(false, 400);
+    let malformed = r#"{"name": "look", "arguments": {"a": "rm "x" y"}}"#;
+    let text = [call(malformed, CLOSE_CALL), call(CALL, END)].concat();
+    let script = || without_verdicts(writes(text.clone(), |_: &Step| Vec::new()));
+    let ran = run_plain(decoder, &whole, script());
+    assert_eq!((ran.calls.len(), ran.reason.clone()), (1, FinishReason::ToolCalls));
+    let ran = run_plain(decoder, &Request { streams_calls: true, ..whole }, script());
+    assert_eq!((ran.calls.len(), ran.reason.clone()), (1, FinishReason::Length));
+    assert_eq!(streamed(&ran)[0], ("look".to_string(), r#"{"a":"rm ""#.to_string()));
+    assert!(ran.noted("did not complete a malformed call of `look`"), "{:?}", ran.notes);
 }
 
 #[test]

@@ -6,30 +6,50 @@ use super::super::tokenizer::Marker;
 use super::super::tool_call::{CallDraft, Format, Ids, Reading, State, next_read};
 use super::super::trim::Lead;
 use super::{Piece, Reply};
-use crate::request::{CallDelta, FunctionCall, ToolCall};
+use crate::request::{Arguments, CallDelta, FunctionCall, ToolCall};
 
 /// Maximum size of a call; a larger one is emitted as text. Models write files in calls, but an
 /// endless call must not fill the memory.
 const CALL_BYTES: usize = 1 << 20;
 
-/// An incomplete tool call.
+/// An incomplete tool call, or several between one pair of tags.
 #[derive(Debug, Clone, Default)]
 pub struct Call {
     pub content: String,
     /// Number of tokens of the reply before its tag.
     pub start: usize,
-    /// Whether it has no tag.
-    is_bare: bool,
+    kind: Kind,
     /// Whether a name was read.
     has_name: bool,
     /// The length of the content at which it is read again.
     next_read: usize,
     /// Number of its calls that were emitted as a whole.
     emitted: usize,
-    /// Id of the next one, of which a piece was emitted.
-    id: Option<String>,
-    /// Bytes of its arguments that were emitted.
-    sent: usize,
+    /// The next one, if a piece of it was emitted.
+    open: Option<OpenCall>,
+}
+
+/// What says that a text is a call.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Kind {
+    /// A tag, or a header.
+    #[default]
+    Tagged,
+    /// Its first character: the format has no tag.
+    Bare,
+    /// What follows the tag that the model left out ([`Format::untagged`]).
+    Untagged,
+    /// The whole answer is JSON that names tools.
+    Answer,
+}
+
+/// A call of which pieces were emitted.
+#[derive(Debug, Clone)]
+struct OpenCall {
+    id: String,
+    name: String,
+    /// The arguments that were emitted.
+    sent: String,
 }
 
 impl Call {
@@ -38,9 +58,13 @@ impl Call {
         Self { start, content: header.into(), ..Self::default() }
     }
 
-    /// A call without a tag, after `start` tokens.
-    pub fn bare(start: usize) -> Self {
-        Self { start, is_bare: true, ..Self::default() }
+    /// A call that begins after `start` tokens with what follows a tag that the model left out.
+    pub fn untagged(start: usize) -> Self {
+        Self { start, kind: Kind::Untagged, ..Self::default() }
+    }
+
+    fn has_tag(&self) -> bool {
+        matches!(self.kind, Kind::Tagged | Kind::Untagged)
     }
 }
 
@@ -58,7 +82,7 @@ impl Reply {
     /// one, or be one. A tag that is no token is found in any text, and a call without a tag is text.
     pub fn would_call(&self, structure: &[u32], tokens: &[u32]) -> bool {
         let is_call = |piece: &Piece| matches!(piece, Piece::ToolCall(_));
-        let has_tag = |reply: &Self| reply.call.as_ref().is_some_and(|call| !call.is_bare);
+        let has_tag = |reply: &Self| reply.call.as_ref().is_some_and(Call::has_tag);
         let ends_in_call = |mut reply: Self| reply.finish_turn().iter().any(is_call);
         let mut before = self.clone();
         structure.iter().for_each(|token| drop(before.push(*token)));
@@ -77,54 +101,93 @@ impl Reply {
             self.flush_text();
         }
         let Some(mut call) = self.call.take() else { return };
-        let mut reading = self.read(&call, ending == Ending::Model);
-        // A value without an end holds the closing tag too.
-        if ending == Ending::Model
-            && let Some(close) = self.tokenizer.format().close
-            && reading.state == (State::Early { is_in_value: true })
-            && let Some(content) = call.content.trim_end().strip_suffix(close)
-        {
-            let shorter = Call { content: content.into(), ..call.clone() };
-            let without_tag = self.read(&shorter, true);
-            let sent = without_tag.calls.get(call.emitted).map_or(0, |draft| draft.arguments.len());
-            if call.sent <= sent {
-                (call, reading) = (shorter, without_tag);
-            }
-        }
+        let reading = match ending {
+            Ending::Model => self.read_whole(&mut call),
+            Ending::Limit => self.read(&call, false),
+        };
         self.end_call(call, reading, ending, "");
+        let rest = std::mem::take(&mut self.leftover);
+        self.add_text(&rest);
     }
 
-    /// Whether the answer begins with `text` as a call without a tag begins.
-    pub(super) fn may_be_bare_call(&self, text: &str) -> bool {
-        let first = text.chars().find(|c| !c.is_whitespace());
-        first.is_some()
-            && first == self.tokenizer.format().bare
-            && !self.schemas.is_empty()
-            && !self.is_reasoning
-            && self.answer.is_blank()
+    /// Reads a call that the model has ended. A value without an end holds the closing tag, too, which is
+    /// then none of its text.
+    fn read_whole(&self, call: &mut Call) -> Reading {
+        let reading = self.read(call, true);
+        if reading.state != (State::Early { is_in_value: true }) {
+            return reading;
+        }
+        let length = self.certain_length(&call.content);
+        if length == call.content.len() {
+            return reading;
+        }
+        call.content.truncate(length);
+        self.read(call, true)
+    }
+
+    /// Length of `content` without a closing tag at its end.
+    fn certain_length(&self, content: &str) -> usize {
+        let close = self.tokenizer.format().close;
+        let without = close.and_then(|close| content.trim_end().strip_suffix(close));
+        without.map_or(content.len(), str::len)
+    }
+
+    /// Whether `text`, with which the answer begins, may be a call without a tag.
+    fn bare_call(&self, text: &str) -> Option<Kind> {
+        let first = text.chars().find(|c| !c.is_whitespace())?;
+        if self.schemas.is_empty() || self.is_reasoning || !self.answer.is_blank() {
+            return None;
+        }
+        let format = self.tokenizer.format();
+        if format.bare == Some(first) {
+            return Some(Kind::Bare);
+        }
+        let is_json = self.reads_untagged && format.may_answer_json() && "[{".contains(first);
+        is_json.then_some(Kind::Answer)
+    }
+
+    /// Begins a call if `text`, with which the answer begins, may be one without a tag.
+    pub(super) fn open_bare_call(&mut self, text: &str) {
+        if let Some(kind) = self.bare_call(text) {
+            let start = self.tokens.saturating_sub(1);
+            self.call = Some(Call { start, kind, ..Call::default() });
+        }
     }
 
     fn read(&self, call: &Call, has_ended: bool) -> Reading {
+        self.read_text(&call.content, call.kind, has_ended)
+    }
+
+    fn read_text(&self, content: &str, kind: Kind, has_ended: bool) -> Reading {
         let format: &Format = self.tokenizer.format();
-        format.read(&call.content, &self.schemas, has_ended, call.is_bare)
+        match kind {
+            Kind::Answer => format.read_answer(content, &self.schemas, has_ended),
+            _ => format.read(content, &self.schemas, has_ended, kind != Kind::Tagged),
+        }
     }
 
     /// Reads a call as far as it is written, if enough was added since: whether it may be one, and what
     /// of it is certain.
     pub(super) fn read_more(&mut self) {
-        let streams = self.streams_calls && !self.is_reasoning;
         let Some(mut call) = self.call.take() else { return };
+        let streams = self.streams_calls && !self.is_reasoning && call.kind != Kind::Answer;
         let length = call.content.len();
         if length > CALL_BYTES {
             let reading = self.read(&call, false);
             return self.end_call(call, reading, Ending::Limit, "");
         }
-        if length >= call.next_read && (streams || !call.has_name) {
+        let may_end = matches!(call.kind, Kind::Untagged | Kind::Answer);
+        if length >= call.next_read && (streams || !call.has_name || may_end) {
             call.next_read = next_read(length);
-            let reading = self.read(&call, false);
+            let certain = &call.content[..self.certain_length(&call.content)];
+            let reading = self.read_text(certain, call.kind, false);
             call.has_name = reading.has_name();
-            if !call.has_name && reading.state == State::Malformed {
+            let is_malformed = reading.state == State::Malformed;
+            if is_malformed && (!call.has_name || call.kind == Kind::Answer) {
                 return self.emit_malformed_call(call, "");
+            }
+            if is_malformed && call.kind == Kind::Untagged {
+                return self.end_call(call, reading, Ending::Model, "");
             }
             // A tag may be quoted: what names no tool waits for its end.
             if streams {
@@ -148,20 +211,21 @@ impl Reply {
             return;
         }
         let tag = self.tokenizer.marker_text(marker);
-        let close = self.tokenizer.format().close;
-        let is_closed = close.is_some_and(|close| call.content.trim_end().ends_with(close));
-        let reading = self.read(&call, true);
+        let is_closed = self.certain_length(&call.content) < call.content.len();
+        let mut reading = self.read(&call, true);
         // Inside a value tags are text: the call may write a file about calls.
-        if reading.state == (State::Early { is_in_value: true })
-            && marker != Marker::CloseReasoning
-            && !(marker == Marker::OpenCall && is_closed)
-        {
-            call.content.push_str(tag);
-            self.call = Some(call);
-            return;
+        if reading.state == (State::Early { is_in_value: true }) {
+            if marker != Marker::CloseReasoning && !(marker == Marker::OpenCall && is_closed) {
+                call.content.push_str(tag);
+                self.call = Some(call);
+                return;
+            }
+            reading = self.read_whole(&mut call);
         }
         let end = if marker == Marker::CloseCall { tag } else { "" };
         self.end_call(call, reading, Ending::Model, end);
+        let rest = std::mem::take(&mut self.leftover);
+        self.add_text(&rest);
         match marker {
             Marker::OpenCall => self.open_call(),
             Marker::CloseReasoning => self.close_reasoning(),
@@ -173,34 +237,49 @@ impl Reply {
         self.call = Some(Call { start: self.tag, ..Call::default() });
     }
 
-    /// Ends a call, of which `reading` is the whole content: emits the calls, repairs them, or emits the
-    /// content as text with its tags, the last of which is `end`.
+    /// Ends a call, of which `reading` is the content, and `end` the last tag: emits its complete calls,
+    /// whole replies and streams the same. What follows them is closed if that drops nothing, and else text; if
+    /// a stream has its beginning, it stays open, so that its arguments are not JSON.
     fn end_call(&mut self, mut call: Call, mut reading: Reading, ending: Ending, end: &str) {
         let is_whole = reading.state == State::Complete || reading.lacks_tags_only();
-        let can_repair = !is_whole && !self.is_reasoning && ending == Ending::Model;
-        let is_repaired = can_repair && reading.repair(&self.schemas);
-        if is_whole || is_repaired {
-            self.emit_calls(&mut call, &reading.calls);
-            if is_repaired || reading.is_repaired {
+        let is_refused = self.is_reasoning || call.kind == Kind::Answer;
+        if is_refused && !(is_whole && reading.complete() == reading.calls.len()) {
+            return self.emit_malformed_call(call, end);
+        }
+        let is_closed = !is_whole && ending == Ending::Model && reading.close_last(&self.schemas);
+        let complete = reading.complete();
+        self.emit_calls(&mut call, &reading.calls[..complete]);
+        if (is_whole || is_closed) && call.open.is_none() {
+            let has_all_tags = matches!(call.kind, Kind::Tagged | Kind::Bare);
+            if is_closed || reading.is_repaired || !has_all_tags {
                 self.note_call("repaired a malformed call", &reading);
             }
-        } else if call.emitted == 0 && call.id.is_none() {
-            if !self.is_reasoning && reading.has_name() {
+            let rest = call.content.split_off(reading.tail);
+            if !is_whole && reading.has_tail() && !rest.trim().is_empty() {
+                match call.kind {
+                    Kind::Untagged => self.leftover = rest,
+                    _ => self.add_text(&rest),
+                }
+            }
+        } else if call.open.is_some() {
+            let what = match ending {
+                Ending::Model => "did not complete a malformed call",
+                Ending::Limit => "did not complete a call",
+            };
+            self.note_call(what, &reading);
+            let rest = call.content.split_off(reading.stopped);
+            if reading.state == State::Malformed {
+                self.add_text(&(rest + end));
+            }
+        } else {
+            if reading.has_name() {
                 self.note_call("sent a malformed call as text", &reading);
             }
-            return self.emit_malformed_call(call, end);
-        } else if ending == Ending::Limit {
-            return self.note_call("did not complete a call", &reading);
-        } else {
-            if let Some(draft) = reading.calls.get_mut(call.emitted).filter(|_| call.id.is_some()) {
-                draft.close();
+            if complete == 0 {
+                return self.emit_malformed_call(call, end);
             }
-            self.emit_calls(&mut call, &reading.calls);
-            self.note_call("closed a malformed call whose beginning was sent", &reading);
-        }
-        let rest = call.content.split_off(reading.rest);
-        if reading.state == State::Malformed && !rest.trim().is_empty() {
-            self.add_text(&rest);
+            let rest = call.content.split_off(reading.tail);
+            self.add_text(&(rest + end));
         }
     }
 
@@ -214,35 +293,54 @@ impl Reply {
     /// Emits malformed tool-call markup as text of the current phase.
     fn emit_malformed_call(&mut self, call: Call, end: &str) {
         tracing::debug!(bytes = call.content.len(), "tool call emitted as text");
-        let open = if call.is_bare { "" } else { self.tokenizer.marker_text(Marker::OpenCall) };
+        let open = match call.kind {
+            Kind::Tagged => self.tokenizer.marker_text(Marker::OpenCall),
+            Kind::Bare | Kind::Untagged | Kind::Answer => "",
+        };
         self.add_text(&format!("{open}{}{end}", call.content));
     }
 
-    /// Emits what was not emitted of `drafts`, the calls in `call`.
+    /// Emits what was not emitted of `drafts`, the calls in `call`. The pieces of an incomplete call are no
+    /// JSON: the last bracket is sent when it is complete.
     fn emit_calls(&mut self, call: &mut Call, drafts: &[CallDraft]) {
         let streams = self.streams_calls;
         for draft in drafts.iter().skip(call.emitted) {
-            let is_begun = call.id.is_some();
-            if draft.name.is_empty() || !(streams || draft.is_complete) {
+            let arguments = match draft.is_complete {
+                true => draft.arguments.as_str(),
+                false => draft.arguments.strip_suffix('}').unwrap_or(&draft.arguments),
+            };
+            // What has no certain value yet may become text.
+            let begins = draft.is_complete || streams && arguments.len() > 1;
+            if draft.name.is_empty() || call.open.is_none() && !begins {
                 return;
             }
-            let id = call.id.take().unwrap_or_else(|| {
+            let is_begun = call.open.is_some();
+            let mut open = call.open.take().unwrap_or_else(|| {
                 self.end_answer_before_call(call.start);
-                self.call_id(&draft.name)
+                let id = self.call_id(&draft.name);
+                OpenCall { id, name: draft.name.clone(), sent: String::new() }
             });
-            let arguments = draft.arguments.get(call.sent..).unwrap_or_default();
-            if streams && !(is_begun && arguments.is_empty()) {
-                let name = (!is_begun).then(|| draft.name.clone());
-                let arguments = arguments.to_string();
-                self.out.push(Piece::CallDelta(CallDelta { id: id.clone(), name, arguments }));
+            let more = arguments.strip_prefix(&open.sent).filter(|_| open.name == draft.name);
+            let Some(more) = more else {
+                tracing::error!(name = draft.name, "a call was read in two ways");
+                call.open = Some(open);
+                return;
+            };
+            if streams && !(is_begun && more.is_empty()) {
+                let name = (!is_begun).then(|| open.name.clone());
+                let (id, arguments) = (open.id.clone(), more.to_string());
+                self.out.push(Piece::CallDelta(CallDelta { id, name, arguments }));
             }
             if !draft.is_complete {
-                (call.id, call.sent) = (Some(id), draft.arguments.len());
+                open.sent = arguments.to_string();
+                call.open = Some(open);
                 return;
             }
-            (call.emitted, call.sent) = (call.emitted + 1, 0);
-            let function = FunctionCall { name: draft.name.clone(), arguments: draft.values() };
-            self.out.push(Piece::ToolCall(ToolCall { id, kind: "function".into(), function }));
+            call.emitted += 1;
+            let arguments = Arguments::written(draft.values(), &draft.arguments);
+            let function = FunctionCall { name: open.name, arguments };
+            let kind = "function".into();
+            self.out.push(Piece::ToolCall(ToolCall { id: open.id, kind, function }));
         }
     }
 

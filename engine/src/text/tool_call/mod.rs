@@ -1,9 +1,14 @@
 //! Tool calls: how each family of models writes them.
 //!
 //! A [`Format`] is a row of [`FORMATS`]: where calls begin and end, how they are read, and how a grammar
-//! writes them. It is chosen by the chat template of the model ([`Format::of`]). Each is read by one
-//! function over a [`Reader`]; [`read`] calls it with all text that has arrived, whenever more arrives.
-//! Its results are final: more text adds to them and changes nothing.
+//! writes them. It is chosen by the chat template of the model, or by its vocabulary ([`Format::of_model`]).
+//! Each is read by one function over a [`Reader`]; [`Format::read`] calls it with all text that has arrived,
+//! whenever more arrives. Its results are final: more text adds to them and changes nothing.
+//!
+//! # What is read of a malformed call
+//! Complete calls are calls, whatever follows them. Arguments have the digits of numbers as the model wrote
+//! them. What a call leaves open at the end of the model's turn is closed only if that drops nothing: half a
+//! key, half a number or half a string with arguments in it make the call malformed.
 //!
 //! | file | contents |
 //! |---|---|
@@ -11,6 +16,7 @@
 //! | `reader.rs` | reads text as far as it has arrived, writes arguments as JSON |
 //! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Cohere, Apertus, Harmony and lists in tags |
 //! | `blocks.rs` | formats with tags around bare values: Qwen, Seed-OSS, GLM, MiniMax, DeepSeek from V3.2 |
+//! | `bare.rs` | where a bare value ends |
 //! | `literals.rs` | pythonic calls, Gemma |
 //! | `schema.rs` | types of bare values |
 //!
@@ -24,6 +30,7 @@
 
 use serde_json::{Map, Value};
 
+mod bare;
 mod blocks;
 mod formats;
 mod json;
@@ -50,6 +57,8 @@ pub struct Format {
     pub inner: &'static [&'static str],
     /// The character with which an answer begins that may be a call without a tag.
     pub bare: Option<char>,
+    /// The text with which a call begins after its tag, where models leave out the tag.
+    pub untagged: Option<&'static str>,
     /// What ids of calls look like.
     pub ids: Ids,
     dialect: Dialect,
@@ -119,9 +128,28 @@ pub enum Text {
 impl Format {
     /// The format in which this chat template writes calls.
     pub fn of(template: &str) -> &'static Self {
+        Self::named(template).unwrap_or(&FORMATS[FORMATS.len() - 1])
+    }
+
+    /// The same; a template that names none has the first format of whose tags the vocabulary has all. The tag of
+    /// Hermes alone names none: other formats have it, too.
+    pub fn of_model(template: &str, has_token: impl Fn(&str) -> bool) -> &'static Self {
+        let hermes = &FORMATS[FORMATS.len() - 1];
+        let has_tags = |format: &&Self| {
+            let is_own = format.open.is_some_and(|open| open.starts_with(['<', '[']))
+                && (format.open != hermes.open || !format.inner.is_empty());
+            let mut tags = format.open.iter().chain(&format.close).chain(format.inner);
+            format.bare.is_none() && is_own && tags.all(|tag| has_token(tag))
+        };
+        let of_vocabulary = || FORMATS.iter().find(has_tags);
+        Self::named(template).or_else(of_vocabulary).unwrap_or(hermes)
+    }
+
+    /// The format that the template names.
+    fn named(template: &str) -> Option<&'static Self> {
         let has = |sign: &&str| template.contains(sign);
         let is_format = |format: &&Self| format.signs.iter().any(|all| all.iter().all(has));
-        FORMATS.iter().find(is_format).unwrap_or(&FORMATS[FORMATS.len() - 1])
+        FORMATS.iter().find(is_format)
     }
 
     /// Whether a reply consists of messages, and calls are some of them; see [`super::harmony`].
@@ -132,33 +160,38 @@ impl Format {
     /// Reads `text`, what has arrived of one or several calls between their tags; `has_ended` if it is
     /// all. Without tags it `is_bare`.
     pub fn read(&self, text: &str, schemas: &Schemas, has_ended: bool, is_bare: bool) -> Reading {
-        let mut reader = Reader {
-            rest: text,
-            has_ended,
-            schemas,
-            dialect: self.dialect,
-            is_bare,
-            calls: Vec::new(),
-            left: text.len(),
-            is_in_value: false,
-            is_repaired: false,
-        };
-        let state = match (self.read)(&mut reader) {
-            Ok(()) => State::Complete,
-            Err(Stop::Early) => State::Early { is_in_value: reader.is_in_value },
-            Err(Stop::Malformed) => State::Malformed,
-        };
-        let is_begun = |call: &CallDraft| !call.is_complete && !call.name.is_empty();
-        let left = match reader.calls.last().is_some_and(is_begun) {
-            true => reader.rest.len(),
-            false => reader.left,
-        };
-        Reading {
-            rest: text.len() - left,
-            calls: reader.calls,
-            state,
-            is_repaired: reader.is_repaired,
-        }
+        let reader = Reader { has_ended, is_bare, ..Reader::new(text, schemas, self.dialect) };
+        read_with(reader, self.read)
+    }
+
+    /// Reads `text`, an answer that may be calls as JSON, whatever the format; see [`Format::may_answer_json`].
+    pub fn read_answer(&self, text: &str, schemas: &Schemas, has_ended: bool) -> Reading {
+        let reader =
+            Reader { has_ended, is_bare: true, ..Reader::new(text, schemas, Dialect::Json) };
+        read_with(reader, json::objects)
+    }
+
+    /// Whether an answer that is nothing but JSON objects which name tools is calls: models that forget
+    /// their tags, or never learned them, write such.
+    pub fn may_answer_json(&self) -> bool {
+        self.bare.is_none() && !self.has_messages()
+    }
+}
+
+fn read_with(mut reader: Reader<'_>, read: fn(&mut Reader<'_>) -> Read) -> Reading {
+    let length = reader.rest.len();
+    let state = match read(&mut reader) {
+        Ok(()) => State::Complete,
+        Err(Stop::Early) => State::Early { is_in_value: reader.is_in_value },
+        Err(Stop::Malformed) => State::Malformed,
+    };
+    Reading {
+        stopped: length - reader.rest.len(),
+        tail: length - reader.left,
+        calls: reader.calls,
+        state,
+        is_repaired: reader.is_repaired,
+        is_pending: reader.is_pending,
     }
 }
 
@@ -227,10 +260,14 @@ pub struct Reading {
     pub calls: Vec<CallDraft>,
     /// How reading ended.
     pub state: State,
-    /// Where the text begins that is not part of the calls.
-    pub rest: usize,
+    /// Bytes before the place where reading stopped.
+    pub stopped: usize,
+    /// Bytes before the text after the last complete call.
+    pub tail: usize,
     /// Whether something was read that the format does not allow.
     pub is_repaired: bool,
+    /// Whether the text ends within something that the arguments do not have.
+    is_pending: bool,
 }
 
 /// How reading ended.
@@ -255,32 +292,70 @@ impl Reading {
 
     /// Whether only tags are missing after the last call.
     pub fn lacks_tags_only(&self) -> bool {
-        let is_early = matches!(self.state, State::Early { .. });
+        let is_early = matches!(self.state, State::Early { .. }) && !self.is_pending;
         is_early && self.calls.last().is_some_and(|call| call.is_complete)
     }
 
-    /// Closes what the text of the last call leaves open, if nothing else is missing.
-    pub fn repair(&mut self, schemas: &Schemas) -> bool {
+    /// Whether text follows the last complete call that is part of none.
+    pub fn has_tail(&self) -> bool {
+        self.state == State::Malformed || self.is_pending
+    }
+
+    /// Number of calls before the first incomplete one.
+    pub fn complete(&self) -> usize {
+        self.calls.iter().take_while(|call| call.is_complete).count()
+    }
+
+    /// Closes what the text of the last call leaves open, if nothing else is missing. Whether that call is
+    /// complete now.
+    pub fn close_last(&mut self, schemas: &Schemas) -> bool {
         let Some(last) = self.calls.last_mut() else { return false };
         let is_early = matches!(self.state, State::Early { .. });
-        if !last.is_complete && is_early && schemas.has(&last.name) {
-            last.close();
+        let has_all = !self.is_pending && last.arguments.len() > 1;
+        if !last.is_complete && is_early && has_all && schemas.has(&last.name) {
+            last.arguments = reader::closed(&last.arguments);
+            last.is_complete = true;
         }
         last.is_complete
     }
 }
 
 impl CallDraft {
-    /// Closes what the arguments leave open.
-    pub fn close(&mut self) {
-        self.arguments = reader::closed(&self.arguments);
-        self.is_complete = true;
-    }
-
-    /// The arguments; complete ones are JSON.
+    /// The arguments; complete ones are JSON. A number beyond those of a [`Value`] is a string of its digits.
     pub fn values(&self) -> Map<String, Value> {
-        serde_json::from_str(&self.arguments).unwrap_or_default()
+        let values = serde_json::from_str(&self.arguments);
+        let values = values.or_else(|_| serde_json::from_str(&in_range(&self.arguments)));
+        values.unwrap_or_else(|error| {
+            tracing::error!(%error, "arguments of a call are no JSON");
+            Map::new()
+        })
     }
+}
+
+/// `json`, with numbers that a [`Value`] cannot hold as strings.
+fn in_range(json: &str) -> String {
+    let (mut out, mut is_string, mut is_escaped) = (String::new(), false, false);
+    let mut rest = json;
+    while let Some(c) = rest.chars().next() {
+        let is_number = !is_string && (c == '-' || c.is_ascii_digit());
+        let end = match is_number {
+            true => rest.find([',', '}', ']']).unwrap_or(rest.len()),
+            false => c.len_utf8(),
+        };
+        let part = &rest[..end];
+        match serde_json::from_str::<Value>(part) {
+            Err(_) if is_number => out += &Value::from(part).to_string(),
+            _ => out += part,
+        }
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' if is_string => is_escaped = true,
+            '"' => is_string = !is_string,
+            _ => {}
+        }
+        rest = &rest[end..];
+    }
+    out
 }
 
 /// At which length a text of `length` bytes is read again.

@@ -10,8 +10,11 @@ use serde_json::Value;
 use super::super::stop::partial;
 use super::schema::Schemas;
 
-/// Most lists and objects within one another, as in `serde_json`.
-const DEPTH: usize = 128;
+/// Most lists and objects within one another; `serde_json` reads 127.
+const DEPTH: usize = 100;
+
+/// Most bytes of a number.
+const NUMBER_BYTES: usize = 512;
 
 /// Why reading stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,11 +63,30 @@ pub struct Reader<'a> {
     pub left: usize,
     /// Whether the text ends within a value, so that a tag after it may belong to the value.
     pub is_in_value: bool,
+    /// Whether the text ends within a part of a call that the arguments do not have, such as a key: closing
+    /// them would drop it.
+    pub is_pending: bool,
     /// Whether something was read that the format does not allow.
     pub is_repaired: bool,
 }
 
 impl<'a> Reader<'a> {
+    /// The beginning of `rest`.
+    pub fn new(rest: &'a str, schemas: &'a Schemas, dialect: Dialect) -> Self {
+        Self {
+            rest,
+            has_ended: false,
+            schemas,
+            dialect,
+            is_bare: false,
+            calls: Vec::new(),
+            left: rest.len(),
+            is_in_value: false,
+            is_pending: false,
+            is_repaired: false,
+        }
+    }
+
     /// The next character.
     pub fn peek(&self) -> Read<char> {
         self.rest.chars().next().ok_or(Stop::Early)
@@ -101,6 +123,7 @@ impl<'a> Reader<'a> {
 
     /// A name before `end` that has none of `<`, `{` and line breaks.
     pub fn name_until(&mut self, end: &str) -> Read<&'a str> {
+        self.is_pending |= !self.rest.is_empty();
         let Some(at) = self.rest.find(end) else {
             let is_name =
                 !self.rest[..self.rest.len() - partial(self.rest, end)].contains(FORBIDDEN);
@@ -114,9 +137,52 @@ impl<'a> Reader<'a> {
         Ok(name)
     }
 
-    /// Begins a call of `name`.
+    /// Begins a call of `name`, or of the tool that `name` means.
     pub fn begin(&mut self, name: &str) {
-        self.calls.push(CallDraft { name: name.into(), ..CallDraft::default() });
+        let name = self.schemas.resolve(name).to_string();
+        self.is_pending = false;
+        self.calls.push(CallDraft { name, ..CallDraft::default() });
+    }
+
+    /// Whether a call is complete.
+    pub fn has_call(&self) -> bool {
+        self.calls.last().is_some_and(|call| call.is_complete)
+    }
+
+    /// Skips white space and brackets too many after a call. They belong to the call, and not to the text
+    /// after it.
+    pub fn skip_brackets_after_call(&mut self) {
+        self.skip_space();
+        if !self.has_call() {
+            return;
+        }
+        while let Some(rest) = self.rest.strip_prefix(['}', ']']) {
+            self.rest = rest;
+            self.skip_space();
+            self.left = self.rest.len();
+            self.is_repaired = true;
+        }
+    }
+
+    /// Skips the first line of a block of Markdown; returns whether there is one.
+    pub fn open_fence(&mut self) -> Read<bool> {
+        self.skip_space();
+        if self.peek()? != '`' {
+            return Ok(false);
+        }
+        self.expect("```")?;
+        self.until("\n")?;
+        self.skip_space();
+        Ok(true)
+    }
+
+    /// Skips the end of a block of Markdown.
+    pub fn close_fence(&mut self) -> Read {
+        self.skip_space();
+        self.expect("```")?;
+        self.skip_space();
+        self.left = self.rest.len();
+        Ok(())
     }
 
     /// Reads the arguments of the last call with `read`, which writes them.
@@ -180,6 +246,7 @@ impl<'a> Reader<'a> {
     /// `{..}`
     pub fn object(&mut self, out: &mut String, depth: usize) -> Read {
         self.expect("{")?;
+        self.is_pending = false;
         out.push('{');
         self.members("}", |reader, key| {
             reader.element(out, &head(&key), |reader, out| reader.value(out, depth + 1))
@@ -208,6 +275,7 @@ impl<'a> Reader<'a> {
                     return Ok(());
                 }
             }
+            self.is_pending = true;
             let key = self.key()?;
             self.skip_space();
             self.expect(":")?;
@@ -233,15 +301,16 @@ impl<'a> Reader<'a> {
             return if key.is_empty() { Err(Stop::Malformed) } else { Ok(key.into()) };
         }
         let mut json = String::new();
-        let result = self.value(&mut json, DEPTH);
+        let result = self.value(&mut json, 0);
         // A tag in a key is not text of a value.
-        self.is_in_value = false;
+        (self.is_in_value, self.is_pending) = (false, true);
         result?;
         serde_json::from_str(&json).map_err(|_| Stop::Malformed)
     }
 
     fn list(&mut self, out: &mut String, open: &str, close: &str, depth: usize) -> Read {
         self.expect(open)?;
+        self.is_pending = false;
         out.push('[');
         let mut is_first = true;
         loop {
@@ -267,7 +336,7 @@ impl<'a> Reader<'a> {
     fn string(&mut self, out: &mut String) -> Read {
         let quote = self.peek()?;
         self.rest = &self.rest[1..];
-        self.is_in_value = true;
+        (self.is_in_value, self.is_pending) = (true, false);
         out.push('"');
         loop {
             let special = |c: char| c == quote || c == '\\' || c < ' ';
@@ -297,7 +366,9 @@ impl<'a> Reader<'a> {
 
     /// An escape in a string.
     fn escape(&mut self, out: &mut String) -> Read {
-        let escaped = self.rest[1..].chars().next().ok_or(Stop::Early)?;
+        let Some(escaped) = self.rest[1..].chars().next() else {
+            return if self.has_ended { self.wrong_escape(out, 1) } else { Err(Stop::Early) };
+        };
         let length = 1 + escaped.len_utf8();
         let text = match escaped {
             '"' | '\\' | '/' => escaped.to_string(),
@@ -309,43 +380,62 @@ impl<'a> Reader<'a> {
             'r' => "\r".into(),
             't' => "\t".into(),
             'u' => return self.unicode(out),
-            other => {
-                // As in a path or an expression whose backslash should be escaped.
-                self.is_repaired = true;
-                format!("\\{other}")
-            }
+            _ => return self.wrong_escape(out, length),
         };
         push_text(out, &text);
         self.rest = &self.rest[length..];
         Ok(())
     }
 
-    /// `\u00e9`, or two of these for one character.
-    fn unicode(&mut self, out: &mut String) -> Read {
-        let unit = |text: &str| -> Read<u16> {
-            let stop = if text.len() < 4 { Stop::Early } else { Stop::Malformed };
-            let digits = text.get(..4).ok_or(stop)?;
-            let is_hex = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-            u16::from_str_radix(digits, 16).ok().filter(|_| is_hex).ok_or(Stop::Malformed)
-        };
-        let first = unit(&self.rest[2..])?;
-        let mut units = vec![first];
-        if (0xd800..0xdc00).contains(&first) {
-            let rest = &self.rest[6..];
-            match rest.strip_prefix("\\u") {
-                Some(rest) => units.push(unit(rest)?),
-                None if "\\u".starts_with(rest) => return Err(Stop::Early),
-                None => return Err(Stop::Malformed),
-            }
-        }
-        let text = String::from_utf16(&units).map_err(|_| Stop::Malformed)?;
-        push_text(out, &text);
-        self.rest = &self.rest[6 * units.len()..];
+    /// Adds `length` bytes as they are, as in a path or an expression whose backslash should be escaped.
+    fn wrong_escape(&mut self, out: &mut String, length: usize) -> Read {
+        self.is_repaired = true;
+        let (text, rest) = self.rest.split_at(length);
+        push_text(out, text);
+        self.rest = rest;
         Ok(())
+    }
+
+    /// `\u00e9`, or two of these for one character. Without four digits, and half a character alone, it is
+    /// a wrong escape.
+    fn unicode(&mut self, out: &mut String) -> Read {
+        const LENGTH: usize = 6;
+        let Some(first) = self.unit(0)? else { return self.wrong_escape(out, 2) };
+        let (mut units, mut length) = (vec![first], LENGTH);
+        if (0xd800..0xdc00).contains(&first)
+            && let Some(second) = self.unit(LENGTH)?
+        {
+            units.push(second);
+            length += LENGTH;
+        }
+        let is_pair = String::from_utf16(&units).is_ok();
+        match String::from_utf16(&units[..if is_pair { units.len() } else { 1 }]) {
+            Ok(text) => push_text(out, &text),
+            Err(_) => return self.wrong_escape(out, LENGTH),
+        }
+        self.rest = &self.rest[length..];
+        Ok(())
+    }
+
+    /// The number of the escape `\uXXXX` after `at` bytes; `None` if there is none.
+    fn unit(&self, at: usize) -> Read<Option<u16>> {
+        let text = &self.rest[at..];
+        let is_so_far = |(i, byte): (usize, u8)| match i {
+            0 => byte == b'\\',
+            1 => byte == b'u',
+            _ => byte.is_ascii_hexdigit(),
+        };
+        let length = text.bytes().take(6).enumerate().take_while(|one| is_so_far(*one)).count();
+        match text.get(2..6) {
+            Some(digits) if length == 6 => Ok(u16::from_str_radix(digits, 16).ok()),
+            _ if length == text.len() && !self.has_ended => Err(Stop::Early),
+            _ => Ok(None),
+        }
     }
 
     /// The rest of a string up to `quote`, with nothing escaped.
     fn quoted(&mut self, out: &mut String, quote: &str) -> Read {
+        self.is_pending = false;
         out.push('"');
         let Some((text, rest)) = self.rest.split_once(quote) else {
             self.is_in_value = true;
@@ -359,93 +449,66 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// A number, a truth value or null.
+    /// A number, with the digits that the model wrote, a truth value or null.
     fn scalar(&mut self, out: &mut String) -> Read {
         let is_end = |c: char| ",}])<".contains(c) || c.is_whitespace();
         let end = match self.rest.find(is_end) {
             Some(end) => end,
-            None if self.has_ended => self.rest.len(),
-            None if self.rest.len() > 512 => return Err(Stop::Malformed),
+            None if self.has_ended || self.rest.len() > NUMBER_BYTES => self.rest.len(),
             None => return Err(Stop::Early),
         };
         let text = &self.rest[..end];
-        let json = match text {
+        match text {
             "True" | "False" | "None" => {
                 self.is_repaired |= self.dialect != Dialect::Python;
-                text.to_lowercase().replace("none", "null")
+                out.push_str(&text.to_lowercase().replace("none", "null"));
             }
-            _ => match serde_json::from_str(text) {
-                Ok(value @ (Value::Number(_) | Value::Bool(_) | Value::Null)) => value.to_string(),
-                _ => return Err(Stop::Malformed),
-            },
-        };
-        out.push_str(&json);
+            "true" | "false" | "null" => out.push_str(text),
+            _ if end <= NUMBER_BYTES && is_number(text) => out.push_str(text),
+            _ => return Err(Stop::Malformed),
+        }
+        self.is_pending = false;
         self.rest = &self.rest[end..];
-        Ok(())
-    }
-
-    /// A value that stands bare between tags, the last of which is `close`, and is typed by the schema.
-    ///
-    /// The text may contain `close` (in code that writes XML): only one that precedes one of `follow`
-    /// ends it. With an empty text in `follow`, the end of the calls is such a place.
-    pub fn bare_value(
-        &mut self,
-        out: &mut String,
-        [function, parameter]: [&str; 2],
-        value: BareValue<'_>,
-    ) -> Read {
-        let BareValue { close, follow, has_lines, is_string } = value;
-        let body = self.rest;
-        let (mut end, mut certain) = (None, body.len() - partial(body, close));
-        for (at, _) in body.match_indices(close) {
-            let after = body[at + close.len()..].trim_start();
-            let follows = |next: &&str| match next.is_empty() {
-                true => self.has_ended && after.is_empty(),
-                false => after.starts_with(*next),
-            };
-            if follow.iter().any(follows) {
-                end = Some((at, after));
-                break;
-            }
-            if !self.has_ended && follow.iter().any(|next| next.starts_with(after)) {
-                certain = at;
-                break;
-            }
-        }
-        let text = &body[..end.map_or(certain, |(at, _)| at)];
-        let text = text.strip_prefix('\n').filter(|_| has_lines).unwrap_or(text);
-        let text = text.strip_suffix('\n').filter(|_| has_lines).unwrap_or(text);
-        let is_text = match is_string {
-            true => self.schemas.may_be_text(function, parameter),
-            false => self.schemas.is_text(function, parameter),
-        };
-        if is_text {
-            out.push('"');
-            push_text(out, text);
-            if end.is_some() {
-                out.push('"');
-            }
-        } else if end.is_some() || self.has_ended {
-            out.push_str(&self.schemas.typed(function, parameter, text).to_string());
-        }
-        let Some((_, after)) = end else {
-            self.is_in_value = true;
-            return Err(Stop::Early);
-        };
-        self.rest = after;
         Ok(())
     }
 }
 
-/// How a bare value ends, and what it is.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct BareValue<'a> {
-    pub close: &'a str,
-    pub follow: &'a [&'a str],
-    /// Whether it stands on lines of its own.
-    pub has_lines: bool,
-    /// Whether its tag says that it is a string. One where the schema allows none is typed all the same.
-    pub is_string: bool,
+/// Whether `text` is a number of JSON.
+pub fn is_number(text: &str) -> bool {
+    fn digits(text: &str) -> (usize, &str) {
+        let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+        (end, &text[end..])
+    }
+    let text = text.strip_prefix('-').unwrap_or(text);
+    let (count, mut rest) = digits(text);
+    if count == 0 || count > 1 && text.starts_with('0') {
+        return false;
+    }
+    if let Some(fraction) = rest.strip_prefix('.') {
+        let (count, after) = digits(fraction);
+        if count == 0 {
+            return false;
+        }
+        rest = after;
+    }
+    if let Some(exponent) = rest.strip_prefix(['e', 'E']) {
+        let (count, after) = digits(exponent.strip_prefix(['+', '-']).unwrap_or(exponent));
+        if count == 0 {
+            return false;
+        }
+        rest = after;
+    }
+    rest.is_empty()
+}
+
+/// `text` as compact JSON, if it is one value of JSON and nothing else.
+pub fn compact(text: &str) -> Option<String> {
+    let schemas = Schemas::default();
+    let mut reader = Reader { has_ended: true, ..Reader::new(text, &schemas, Dialect::Json) };
+    let mut json = String::new();
+    reader.value(&mut json, 0).ok()?;
+    reader.skip_space();
+    (reader.is_at_end() && !reader.is_repaired).then_some(json)
 }
 
 const FORBIDDEN: [char; 3] = ['<', '{', '\n'];
@@ -456,7 +519,7 @@ pub fn head(key: &str) -> String {
 }
 
 /// Adds `text` to an open JSON string.
-fn push_text(out: &mut String, text: &str) {
+pub fn push_text(out: &mut String, text: &str) {
     let json = Value::from(text).to_string();
     out.push_str(&json[1..json.len() - 1]);
 }

@@ -76,7 +76,7 @@ impl Protocol for Messages {
             Event::ToolCall(call) => {
                 if self.open != Some(Kind::ToolUse) {
                     self.open_tool_use(head, &call.id, &call.function.name, out);
-                    self.input(&Value::from(call.function.arguments).to_string(), out);
+                    self.input(&call.function.arguments.to_json(), out);
                 }
                 self.close(head, out);
             }

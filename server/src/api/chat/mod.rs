@@ -269,7 +269,7 @@ fn finish_reason(reason: &FinishReason) -> &'static str {
 
 /// A call in the API's format, with the arguments as JSON in a string.
 fn tool_call(call: &ToolCall) -> Value {
-    let arguments = Value::from(call.function.arguments.clone()).to_string();
+    let arguments = call.function.arguments.to_json();
     json!({
         "id": call.id,
         "type": call.kind,

@@ -30,6 +30,8 @@ use crate::models::Description;
 pub struct Ollama<const CHAT: bool> {
     /// Probabilities of tokens, for the next line of a stream.
     logprobs: Probabilities,
+    /// Number of calls that a stream has sent.
+    calls: usize,
     /// See [`Protocol::keeps_model`].
     keep_alive: Option<Option<Duration>>,
 }
@@ -59,9 +61,12 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
 
     fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
         let line = match event {
-            Event::Reasoning(piece) => line::<CHAT>(head, "", &piece, &[], false),
-            Event::Answer(piece) => line::<CHAT>(head, &piece, "", &[], false),
-            Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
+            Event::Reasoning(piece) => line::<CHAT>(head, "", &piece, (0, &[]), false),
+            Event::Answer(piece) => line::<CHAT>(head, &piece, "", (0, &[]), false),
+            Event::ToolCall(call) => {
+                self.calls += 1;
+                line::<CHAT>(head, "", "", (self.calls - 1, &[&call]), false)
+            }
             Event::Logprob(logprob) => {
                 self.logprobs.push_logprob(&logprob);
                 return;
@@ -81,7 +86,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        let last = line::<CHAT>(head, "", "", &[], true);
+        let last = line::<CHAT>(head, "", "", (0, &[]), true);
         let last = with_logprobs(last, self.logprobs.take_chat());
         out.data(&self.ended(head, replies, last));
     }
@@ -92,11 +97,16 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let Some(reply) = replies.first() else {
-            return self.ended(head, replies, line::<CHAT>(head, "", "", &[], true));
+            return self.ended(head, replies, line::<CHAT>(head, "", "", (0, &[]), true));
         };
         let calls: Vec<_> = reply.tool_calls().collect();
+<<<<<<< HEAD
         let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
         let logprobs = reply.all_logprobs().map(|logprob| probability::chat_logprob(&logprob));
+=======
+        let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), (0, &calls), true);
+        let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
+>>>>>>> 264ae41 (text: a reply has one account of its calls, whole and streamed)
         self.ended(head, replies, with_logprobs(line, logprobs.collect()))
     }
 }
@@ -144,12 +154,12 @@ fn with_logprobs(mut line: Value, logprobs: Vec<Value>) -> Value {
     line
 }
 
-/// One object of a reply.
+/// One object of a reply, with calls of which the first has this number.
 fn line<const CHAT: bool>(
     head: &Head,
     answer: &str,
     thinking: &str,
-    calls: &[&ToolCall],
+    (first, calls): (usize, &[&ToolCall]),
     done: bool,
 ) -> Value {
     let mut line =
@@ -165,7 +175,7 @@ fn line<const CHAT: bool>(
     if !calls.is_empty() {
         let call = |(index, call): (usize, &&ToolCall)| {
             let (name, arguments) = (&call.function.name, &call.function.arguments);
-            let function = json!({"index": index, "name": name, "arguments": arguments});
+            let function = json!({"index": first + index, "name": name, "arguments": arguments});
             json!({"id": call.id, "function": function})
         };
         content["tool_calls"] = calls.iter().enumerate().map(call).collect();

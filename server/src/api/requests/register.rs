@@ -382,7 +382,7 @@ impl Tracked {
                 Frame::call(choice, delta.name.as_deref().unwrap_or_default(), &delta.arguments)
             }
             Event::ToolCall(call) => {
-                let arguments = Value::from(call.function.arguments.clone()).to_string();
+                let arguments = call.function.arguments.to_json();
                 let data = json!({"choice": choice, "kind": "whole-call", "id": call.id,
                     "name": call.function.name, "text": arguments});
                 Frame { event: "piece", data: data.to_string() }
@@ -456,7 +456,7 @@ fn frames_so_far<'a>(
                 continue;
             }
             Part::ToolCall(call) => {
-                let arguments = Value::from(call.function.arguments.clone()).to_string();
+                let arguments = call.function.arguments.to_json();
                 frames.push(Frame::call(choice, &call.function.name, &arguments));
                 continue;
             }

@@ -486,7 +486,7 @@ fn ended(part: &Part) -> &'static str {
 
 /// The arguments of a call as JSON.
 fn arguments_of(call: &ToolCall) -> String {
-    Value::from(call.function.arguments.clone()).to_string()
+    call.function.arguments.to_json()
 }
 
 /// The reply as messages of the conversation: calls that this server ran are followed by their results.

@@ -42,6 +42,7 @@ fn every_format_reads_what_its_template_writes() {
                 .into(),
         ),
         ("pythonic", "[f(text='a b', count=5)]".into()),
+        ("olmo-3", "<function_calls>f(text=\"a b\", count=5)</function_calls>".into()),
         ("lfm2", "<|tool_call_start|>[f(text=\"a b\", count=5)]<|tool_call_end|>".into()),
         (
             "deepseek-v3",
@@ -145,10 +146,34 @@ fn the_chat_template_names_the_format() {
         ("<tool_calls>[", "hunyuan"),
         ("functools[{", "functools"),
         ("<|tool|> <|/tool|>", "phi-4-mini"),
+        // EXAONE 4.5 has the first of these as a role.
+        ("'<|tool|>' \"<tool_call>\"", "hermes"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("List of tools: [", "lfm2"),
+        ("<function_calls></function_calls>", "olmo-3"),
         ("<|tool_call|>[", "granite-3"),
         ("<tool_call>\n{\"name\": ", "hermes"),
         ("<|channel|> <|message|>", "harmony"),
     ] {
         assert_eq!(Format::of(template).name, name, "{template}");
+    }
+}
+
+/// A template may show the tags of calls to nobody, while the vocabulary has them (fault F8).
+#[test]
+fn the_vocabulary_names_the_format_where_the_template_does_not() {
+    for (tokens, name) in [
+        (&["<|tool_call_start|>", "<|tool_call_end|>"][..], "lfm2"),
+        (&["<|tool_call_start|>"], "hermes"),
+        (&["<|tool_call|>", "<|/tool_call|>"], "phi-4-mini"),
+        (&["<|python_tag|>"], "hermes"),
+        // Qwen's vocabulary, and one in which a word is a tag.
+        (&["<tool_call>", "</tool_call>"], "hermes"),
+        (&["functools"], "hermes"),
+        (&[], "hermes"),
+    ] {
+        let has_token = |tag: &str| tokens.contains(&tag);
+        assert_eq!(Format::of_model("", has_token).name, name, "{tokens:?}");
+        assert_eq!(Format::of_model("[TOOL_CALLS] [ARGS]", has_token).name, "mistral");
     }
 }
