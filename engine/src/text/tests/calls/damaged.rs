@@ -175,7 +175,8 @@ fn damaged_calls_are_the_same_in_streams_and_never_say_what_the_model_did_not() 
         .collect();
     let mut random = Random(49);
     let (mut complete, mut open, mut texts) = (0, 0, 0);
-    for number in 0..fuzz_inputs() {
+    let inputs = fuzz_inputs();
+    for number in 0..inputs {
         let (format, tokenizer) = &tokenizers[number % tokenizers.len()];
         let calls = random.calls();
         let source = damaged(&written(format, &calls, &mut random), &mut random);
@@ -215,7 +216,6 @@ fn damaged_calls_are_the_same_in_streams_and_never_say_what_the_model_did_not() 
         open += streamed.open.len();
         texts += usize::from(whole.calls.is_empty());
     }
-    let inputs = fuzz_inputs();
     println!(
         "{inputs} inputs: {complete} calls, {texts} replies without, {open} left open in streams"
     );
