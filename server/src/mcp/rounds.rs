@@ -10,7 +10,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::Value;
 use steersman_engine::policy::Labels;
 use steersman_engine::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use steersman_engine::{Engine, Error, RequestError};
