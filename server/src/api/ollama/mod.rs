@@ -100,13 +100,8 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             return self.ended(head, replies, line::<CHAT>(head, "", "", (0, &[]), true));
         };
         let calls: Vec<_> = reply.tool_calls().collect();
-<<<<<<< HEAD
-        let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
-        let logprobs = reply.all_logprobs().map(|logprob| probability::chat_logprob(&logprob));
-=======
         let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), (0, &calls), true);
-        let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
->>>>>>> 264ae41 (text: a reply has one account of its calls, whole and streamed)
+        let logprobs = reply.all_logprobs().map(|logprob| probability::chat_logprob(&logprob));
         self.ended(head, replies, with_logprobs(line, logprobs.collect()))
     }
 }
