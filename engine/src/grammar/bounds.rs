@@ -11,6 +11,8 @@
 //!   its parts: measured, each further `(a|b)*a(a|b){5}` makes a state 3.6 times as expensive, so that 14 of
 //!   them run for minutes within one state. The number of different sets that contain the same byte bounds
 //!   this product ([`Sets::product_bits`]); [`PRODUCT_BITS`] is the largest that is enforced.
+//!   What stays too expensive for its fuel, as long repetitions of `.` within repetitions, is ended by
+//!   [`super::watch`] in masks, and by the deadline of [`super::compile`] before.
 //! - **Pairs.** The options of `oneOf`, and the patterns of `patternProperties`, are compared in pairs.
 //!
 //! # Why not a child process

@@ -33,6 +33,7 @@ use sha2::{Digest, Sha256};
 use self::bounds::Depth;
 use self::calls::Calls;
 use self::compile::{Compiler, FormDigest};
+use self::watch::Watched;
 
 use crate::error::{RequestError, Result};
 use crate::policy::{self, AnswerForm};
@@ -48,6 +49,7 @@ mod parameter;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 /// Most bytes of a schema, an expression, a grammar, or the texts of a choice.
 const FORM_BYTES: usize = 256 << 10;
@@ -196,7 +198,9 @@ impl Grammar {
     /// # Errors
     /// [`RequestError::Structure`] if the limits of a mask do not suffice.
     pub fn mask(&mut self) -> Result<Vec<u32>, RequestError> {
+        let watched = self.watch();
         let mask = self.matcher.compute_mask_or_eos();
+        drop(watched);
         let mask = mask.map_err(|error| self.too_complex(&error.to_string()))?;
         let spent = self.matcher.last_step_stats().map_or(0, |stats| stats.lexer_cost);
         self.fuel += spent;
@@ -211,7 +215,9 @@ impl Grammar {
     /// # Errors
     /// As [`Grammar::mask`].
     pub fn commit(&mut self, token: u32) -> Result<bool, RequestError> {
+        let watched = self.watch();
         let taken = self.matcher.try_consume_tokens(&[token]);
+        drop(watched);
         Ok(taken.map_err(|error| self.too_complex(&error.to_string()))? == 1)
     }
 
@@ -235,6 +241,11 @@ impl Grammar {
         Self { matcher: self.matcher.deep_clone(), ..self.clone() }
     }
 
+    /// Ends what is done to the matcher if it takes too long, until the result is dropped.
+    fn watch(&self) -> Option<Watched> {
+        self.matcher.cancellation_handle().map(|handle| watch::watch(handle, watch::LIMIT))
+    }
+
     fn too_complex(&self, problem: &str) -> RequestError {
         let problem = describe(first_line(problem));
         refused(self.field, format!("the form is too complex to enforce: {problem}"))
@@ -243,6 +254,7 @@ impl Grammar {
     /// The tokens that must come next, in the spelling that the tokenizer gives their text. Each has a
     /// mask of one token, so they need not be sampled.
     pub fn forced(&mut self) -> Vec<u32> {
+        let _watched = self.watch();
         self.matcher.compute_ff_tokens()
     }
 
@@ -322,10 +334,12 @@ fn matcher(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<(Matcher
     let parser = panic_utils::catch_unwind(parser).map_err(|error| error.to_string());
     let parser = parser.flatten().map_err(|problem| describe(first_line(&problem)))?;
     let bytes = parser.parser.lexer_stats().num_bytes;
-    let mut matcher = Matcher::new(Ok(parser));
+    let mut matcher = Matcher::new(Ok(parser)).into_cancellable();
+    let watched = matcher.cancellation_handle().map(|handle| watch::watch(handle, watch::FIRST));
     // Compiled lazily: a form whose first mask is empty or too expensive is refused here.
     let mask = matcher.compute_mask_or_eos();
     mask.map_err(|error| describe(first_line(&error.to_string())))?;
+    drop(watched);
     Ok((matcher, bytes))
 }
 
@@ -549,7 +563,9 @@ fn first_line(error: &str) -> &str {
 /// llguidance's words for a limit, in ours.
 fn describe(problem: &str) -> String {
     let is = |words: &str| problem.contains(words);
-    if is("fuel") || is("too many states") || is("too many expressions") {
+    if is("cancelled") {
+        format!("what may follow takes more than {} s to find", watch::LIMIT.as_secs())
+    } else if is("fuel") || is("too many states") || is("too many expressions") {
         "it has too many states; use fewer or simpler expressions, repetitions and intersections"
             .into()
     } else if is("Current row has") || is("max items") {
