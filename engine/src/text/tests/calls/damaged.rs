@@ -84,11 +84,11 @@ fn is_written(value: &Value, source: &str) -> bool {
     match value {
         Value::String(text) => {
             let text = squashed(text);
-            let ends = |at: usize| {
-                let rest = &source[at + text.len()..];
+            let ends = |rest: &str| {
                 rest.is_empty() || rest.starts_with(['"', '\'', '<', '\u{7f}']) || text.is_empty()
             };
-            source.match_indices(&text).any(|(at, _)| ends(at))
+            let places = source.char_indices().map(|(at, _)| &source[at..]).chain([""]);
+            places.filter_map(|rest| rest.strip_prefix(&text)).any(ends)
         }
         Value::Array(all) => all.iter().all(|one| is_written(one, source)),
         Value::Object(all) => all.values().all(|one| is_written(one, source)),
