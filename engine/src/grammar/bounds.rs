@@ -22,7 +22,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use llguidance::api::ParserLimits;
-use llguidance::derivre::raw::ExprSet;
+use llguidance::derivre::raw::{ExprSet, RelevanceCache};
 use llguidance::derivre::{ExprRef, RegexBuilder};
 use llguidance::earley::lexerspec::{LexemeIdx, LexerSpec};
 use llguidance::regex_to_lark;
@@ -64,6 +64,10 @@ pub const TEXT_BYTES: usize = 16 << 10;
 
 /// Steps of the checks of one form.
 const STEPS: usize = 4_000_000;
+
+/// Fuel of the test whether one intersection is empty: a hundred times what common ones need. Long repetitions of `.`
+/// within repetitions take a second for each 6,000.
+const INTERSECTION_FUEL: u64 = 30_000;
 
 /// What the expression of a limited length counts for.
 const LENGTH_BITS: f64 = 3.0;
@@ -539,12 +543,26 @@ impl Sets {
     }
 }
 
-/// Checks the terminals of a compiled form before llguidance tests them.
+/// Checks the terminals of a compiled form before llguidance tests them, and tests each intersection with little fuel.
 ///
 /// # Errors
 /// What is too large.
 pub fn check_terminals(spec: &LexerSpec) -> Result<(), String> {
     let exprs = spec.regex_builder.exprset();
+    check_products(exprs)?;
+    let is_intersection = |e: &ExprRef| exprs.get_tag(*e) as u8 == tag::AND;
+    let all: Vec<_> = (1..exprs.len() as u32).map(ExprRef::new).filter(is_intersection).collect();
+    if all.is_empty() {
+        return Ok(());
+    }
+    let (mut exprs, mut tests) = (exprs.clone(), RelevanceCache::new());
+    let is_within =
+        |e: ExprRef| tests.is_non_empty_limited(&mut exprs, e, INTERSECTION_FUEL).is_ok();
+    if all.into_iter().all(is_within) { Ok(()) } else { Err(TOO_MANY.into()) }
+}
+
+/// Bounds the pairs of first bytes and rests in one state of each intersection.
+fn check_products(exprs: &ExprSet) -> Result<(), String> {
     let (mut steps, mut products) = (0, 0.0);
     let mut intersections: HashMap<u32, [f64; 256]> = HashMap::new();
     // The parts of an expression are older than itself.

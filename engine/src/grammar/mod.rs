@@ -26,7 +26,7 @@ use std::sync::{Arc, OnceLock};
 
 use llguidance::api::{GrammarInit, GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::{InferenceCapabilities, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use llguidance::{Matcher, ParserFactory, TokenParser, panic_utils, regex_to_lark};
+use llguidance::{Logger, Matcher, ParserFactory, TokenParser, panic_utils, regex_to_lark};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -56,6 +56,9 @@ const FORM_BYTES: usize = 256 << 10;
 
 /// Most lexer fuel of one reply, in which each unit takes some 10 bytes of memory: generated forms spend up to a tenth.
 const REPLY_FUEL: u64 = 40_000_000;
+
+/// Fuel of building a lexer. A list of 30,000 values needs less than half.
+const LEXER_FUEL: u64 = 200_000;
 
 /// Most white space between two parts of a JSON text: without a limit, a model may write nothing else.
 const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,64}";
@@ -280,6 +283,11 @@ fn limits() -> ParserLimits {
     }
 }
 
+/// What the decode loop can do: it commits forced tokens.
+fn capabilities() -> InferenceCapabilities {
+    InferenceCapabilities { ff_tokens: true, ..Default::default() }
+}
+
 /// The vocabulary of `text` as llguidance wants it.
 struct Vocabulary {
     text: Text,
@@ -309,11 +317,10 @@ fn factory(text: &Text) -> Result<ParserFactory, String> {
     let size = u32::try_from(words.len()).map_err(|_| "the vocabulary is too large")?;
     let trie = TokTrie::from(&TokRxInfo::new(size, *first), &words).with_eos_tokens(&eos);
     let vocabulary = Arc::new(Vocabulary { text: text.clone(), trie });
-    let capabilities = InferenceCapabilities { ff_tokens: true, ..Default::default() };
     let slices = llguidance::earley::SlicedBiasComputer::general_slices();
     let env: llguidance::toktrie::TokEnv = vocabulary;
     let mut factory =
-        ParserFactory::new(&env, capabilities, &slices).map_err(|error| error.to_string())?;
+        ParserFactory::new(&env, capabilities(), &slices).map_err(|error| error.to_string())?;
     factory.quiet();
     *factory.limits_mut() = limits();
     Ok(factory)
@@ -348,7 +355,8 @@ fn parser(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<TokenPars
     let compiled = init.to_internal(Some(factory.tok_env().clone()), factory.limits().clone());
     let (grammar, spec) = compiled.map_err(|error| error.to_string())?;
     bounds::check_terminals(&spec)?;
-    let empty = bounds::empty_terminals(&spec, factory.limits())?;
+    let limits = ParserLimits { initial_lexer_fuel: LEXER_FUEL, ..factory.limits().clone() };
+    let empty = bounds::empty_terminals(&spec, &limits)?;
     if !spec.can_rollback() {
         return Err(
             "`stop` and `max_tokens` of rules are not supported, as replies may be rewound; use \
@@ -356,7 +364,12 @@ fn parser(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<TokenPars
                 .into(),
         );
     }
-    let parser = factory.create_parser_from_init_default(GrammarInit::Internal(grammar, spec));
+    let parser = factory.create_parser_from_init_ext(
+        GrammarInit::Internal(grammar, spec),
+        Logger::new(factory.buffer_log_level(), factory.stderr_log_level()),
+        capabilities(),
+        limits,
+    );
     let parser = parser.map_err(|error| error.to_string())?;
     if dead::has_dead_end(parser.parser.grammar(), &empty) {
         return Err(
