@@ -273,11 +273,11 @@ impl std::fmt::Debug for Grammar {
     }
 }
 
-/// The limits of one grammar. Lexer states take 1 to 2 KiB each; an item of an ambiguous grammar takes 5 us.
+/// The limits of one grammar. Lexer states take 1 to 2 KiB each; an item of an ambiguous grammar takes up to 10 us.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 30_000,
-        step_max_items: 20_000,
+        step_max_items: 10_000,
         verbose_errors: false,
         ..ParserLimits::default()
     }
