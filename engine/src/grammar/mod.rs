@@ -576,12 +576,14 @@ fn first_line(error: &str) -> &str {
 /// llguidance's words for a limit, in ours.
 fn describe(problem: &str) -> String {
     let is = |words: &str| problem.contains(words);
-    if is("cancelled") {
+    if problem.starts_with("panic: ") {
+        "llguidance fails at it (a bug); write it in another way".into()
+    } else if is("cancelled") {
         format!("what may follow takes more than {} s to find", watch::LIMIT.as_secs())
     } else if is("fuel") || is("too many states") || is("too many expressions") {
         "it has too many states; use fewer or simpler expressions, repetitions and intersections"
             .into()
-    } else if is("Current row has") || is("max items") {
+    } else if is("Current row has") || is("Too many items") {
         "it allows too many alternatives in one place; use fewer".into()
     } else {
         problem.into()
