@@ -72,7 +72,8 @@ async fn ask(app: Router, model: &'static str, number: usize) -> (StatusCode, Va
     json_of(&app, request.unwrap()).await
 }
 
-/// Number of threads of engines, with those of MLX, which are named after them; 0 if the system does not tell.
+/// Number of threads of engines, with those of MLX, which are named after them; 0 if the system does not tell. Fault A9:
+/// each load left one behind, 107 after 101 loads.
 fn engine_threads() -> usize {
     let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let names = threads.filter_map(|thread| fs::read_to_string(thread.path().join("comm")).ok());
@@ -95,7 +96,7 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     let before = active_memory().unwrap();
 
     let mut expected: BTreeMap<(&str, usize), Value> = BTreeMap::new();
-    let mut threads_before = None;
+    let mut threads_at_first = 0;
     for burst in 0..scaled(200) / BURST {
         // The first of each burst are asked at once, with one for the model before.
         let (model, previous) = (NAMES[burst % 3], NAMES[(burst + 2) % 3]);
@@ -113,9 +114,8 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
             let known = expected.entry((model, number % 7)).or_insert_with(|| answer.clone());
             assert_eq!(*known, answer, "{asked_for} {number}");
         }
-        if burst == NAMES.len() {
-            // Each has been loaded, and as many at once as fit.
-            threads_before = Some(engine_threads());
+        if burst == 0 {
+            threads_at_first = engine_threads();
         }
         let loaded = health(&app).await.iter().filter(|model| model["state"] == "loaded").count();
         assert!(loaded <= 2, "{loaded} models are loaded, and two fit");
@@ -136,7 +136,9 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     );
     assert!(count("loads") > 3 && count("loads") == count("unloads"), "{last:?}");
     assert_eq!(active_memory().unwrap(), before, "all arrays of models that left are freed");
-    assert_eq!(Some(engine_threads()), threads_before, "no load leaves a thread behind");
+    // One engine more may have run at the same time since, on a thread with one of MLX.
+    let threads = engine_threads();
+    assert!(threads <= threads_at_first + 2, "{threads_at_first} threads became {threads}");
     for name in NAMES {
         assert!(data.path().join(format!("state-{name}.redb")).is_file(), "{name}");
     }
