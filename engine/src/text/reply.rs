@@ -8,9 +8,9 @@
 //! Never decides when to stop, and drops only markers and the white space next to them.
 //!
 //! Markers in unusual places:
-//! - `<think>` before any visible answer starts reasoning (again); at the start of reasoning it is
-//!   dropped; elsewhere it is text, and so is the `</think>` after it.
-//! - `</think>` outside reasoning is dropped.
+//! - `<think>` before any visible answer starts reasoning (again), which an empty line separates from what came
+//!   before; at the start of reasoning it is dropped; elsewhere it is text.
+//! - `</think>` outside reasoning is dropped before any visible answer, and is text after that.
 //! - The tag of calls is a marker if the request has tools. In reasoning, a well-formed call is a call
 //!   and a malformed one is reasoning; the tokens of both count as reasoning, so budgets hold.
 //! - Content after the tag that cannot become a call, or is malformed, is emitted as text with its
@@ -54,7 +54,7 @@ mod message;
 mod tags;
 
 use call::{Call, Ending};
-use message::Message;
+use message::{GAP, Message};
 use tags::Place;
 
 /// Raw text held for a policy that does not take it: the newest bytes.
@@ -131,6 +131,14 @@ struct Reasoning {
     visible: bool,
     /// Whether the text is empty or ends with a line break.
     on_new_line: bool,
+    /// Whether an earlier block of the reply has text.
+    is_next: bool,
+    /// [`Reply::last_call`] when text was added last.
+    last_call: usize,
+    /// What the tag is followed by, until it has arrived; see [`Tokenizer::reasoning_label`].
+    label: Option<&'static str>,
+    /// The beginning of `label`.
+    held: String,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -141,8 +149,6 @@ struct Answer {
     visible: bool,
     /// White space before a call, restored if text follows the call.
     gap: String,
-    /// Open `<think>` markers that are text.
-    quoted: usize,
     place: Place,
 }
 
@@ -474,7 +480,17 @@ impl Reply {
     }
 
     fn add_reasoning(&mut self, text: &str) {
-        let text = self.reasoning.lead.push(text);
+        let text = self.reasoning.after_label(text);
+        let text = self.reasoning.lead.push(&text);
+        // A call stood here: what is before it and what is after it are different texts.
+        let follows_call = self.reasoning.last_call != self.last_call;
+        let is_glued = self.reasoning.tail.is_empty() && !text.starts_with(char::is_whitespace);
+        if follows_call && is_glued && self.reasoning.visible && !text.is_empty() {
+            self.reasoning.tail.push(GAP);
+        }
+        if !text.is_empty() {
+            self.reasoning.last_call = self.last_call;
+        }
         let text = self.reasoning.tail.push(&text);
         self.emit_reasoning(text);
     }
@@ -525,9 +541,15 @@ impl Reply {
         } else if self.answer.is_blank() {
             self.answer.drop_blank();
             self.is_reasoning = true;
-            self.reasoning = Reasoning::new();
+            let is_next = self.reasoning.is_next || self.reasoning.visible;
+            let label = self.tokenizer.reasoning_label();
+            let last_call = self.last_call;
+            self.reasoning = Reasoning { is_next, label, last_call, ..Reasoning::new() };
+            if is_next {
+                // White space is held back until text follows.
+                self.reasoning.tail.push(GAP);
+            }
         } else {
-            self.answer.quoted += 1;
             self.add_text(self.tokenizer.marker_text(Marker::OpenReasoning));
         }
     }
@@ -537,11 +559,10 @@ impl Reply {
             self.reasoning.tail.take();
             self.is_reasoning = false;
             self.answer.lead = Lead::new(true);
-        } else if self.answer.quoted > 0 {
-            self.answer.quoted -= 1;
-            self.add_text(self.tokenizer.marker_text(Marker::CloseReasoning));
         } else if self.answer.is_blank() {
             self.answer.drop_blank();
+        } else {
+            self.add_text(self.tokenizer.marker_text(Marker::CloseReasoning));
         }
     }
 
@@ -578,6 +599,18 @@ impl Reply {
 impl Reasoning {
     fn new() -> Self {
         Self { lead: Lead::new(true), on_new_line: true, ..Self::default() }
+    }
+
+    /// `text` without the label that begins it.
+    fn after_label(&mut self, text: &str) -> String {
+        let Some(label) = self.label else { return text.into() };
+        self.held.push_str(text);
+        if self.held.len() < label.len() && label.starts_with(&self.held) {
+            return String::new();
+        }
+        self.label = None;
+        let held = std::mem::take(&mut self.held);
+        held.strip_prefix(label).map(str::to_string).unwrap_or(held)
     }
 }
 

@@ -53,14 +53,20 @@ impl Marker {
     }
 }
 
-/// The tags of reasoning, which are tokens: Qwen and most others; Seed-OSS; Apertus; Cohere; Magistral.
-const REASONING_TAGS: [[&str; 2]; 5] = [
+/// The tags of reasoning, which are tokens: Qwen and most others; Seed-OSS; Apertus; Cohere; Magistral; Gemma 4.
+const REASONING_TAGS: [[&str; 2]; 6] = [
     ["<think>", "</think>"],
     ["<seed:think>", "</seed:think>"],
     ["<|inner_prefix|>", "<|inner_suffix|>"],
     ["<|START_THINKING|>", "<|END_THINKING|>"],
     ["[THINK]", "[/THINK]"],
+    GEMMA_CHANNEL,
 ];
+
+/// The tags around a channel of Gemma 4.
+const GEMMA_CHANNEL: [&str; 2] = ["<|channel>", "<channel|>"];
+/// The name of its channel of reasoning, which follows the tag.
+const GEMMA_REASONING: &str = "thought\n";
 
 /// Tokens around an answer, which are none of its text: Cohere; ERNIE 4.5.
 const ANSWER_TAGS: [&str; 4] =
@@ -206,6 +212,16 @@ impl Tokenizer {
     /// The text of `marker`; empty if the model has no such tag.
     pub fn marker_text(&self, marker: Marker) -> &'static str {
         marker.text(self.reasoning, self.format).unwrap_or_default()
+    }
+
+    /// What the model writes after the tag that begins reasoning, and is none of it.
+    pub fn reasoning_label(&self) -> Option<&'static str> {
+        (self.reasoning == GEMMA_CHANNEL).then_some(GEMMA_REASONING)
+    }
+
+    /// The tags of reasoning, if they are tokens.
+    pub fn reasoning_tags(&self) -> Option<[&'static str; 2]> {
+        self.marker_id(Marker::CloseReasoning).map(|_| self.reasoning)
     }
 
     /// The text of `id`, if it is a special token within calls.

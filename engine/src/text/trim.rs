@@ -53,6 +53,11 @@ impl Tail {
         shown
     }
 
+    /// Whether no white space is held back.
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
     /// Takes the white space held back; the caller emits or drops it.
     pub fn take(&mut self) -> String {
         std::mem::take(&mut self.held)

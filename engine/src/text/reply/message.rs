@@ -18,7 +18,7 @@ use super::{Phase, Piece, Reply};
 use crate::error::Result;
 
 /// Between two messages of one kind.
-const GAP: &str = "\n\n";
+pub(super) const GAP: &str = "\n\n";
 
 /// The state of the newest message.
 #[derive(Debug, Clone, Default)]

@@ -64,3 +64,85 @@ fn tags_around_an_answer_are_none_of_its_text() {
     assert_eq!(seen(&tags, template, &parts), "answer[<response>Yes.</response>]");
     assert_eq!(seen(&tags, "<response></response>", &parts), "answer[Yes.]");
 }
+
+/// Fault F12: an answer about the tags lost one: `Close it with </think> only.` came as `Close it with  only.`, while
+/// `<think>` stayed. Only a tag before all of the answer separates something.
+#[test]
+fn closing_tag_in_an_answer_is_text() {
+    for tags in [["<think>", "</think>"], ["[THINK]", "[/THINK]"]] {
+        let [open, close] = tags;
+        let template = format!("{open}{close}");
+        for (parts, expected) in [
+            (
+                vec!["Close it with ", close, " only."],
+                format!("answer[Close it with {close} only.]"),
+            ),
+            (vec!["A", close, close, "B"], format!("answer[A{close}{close}B]")),
+            (
+                vec!["A ", open, " B ", close, " C", close],
+                format!("answer[A {open} B {close} C{close}]"),
+            ),
+            (vec![close, "\n\nYes."], "answer[Yes.]".into()),
+            (
+                vec![open, "Hm.", close, close, "Yes, ", close, "."],
+                format!("reasoning[Hm.] answer[Yes, {close}.]"),
+            ),
+        ] {
+            assert_eq!(seen(&tags, &template, &parts), expected, "{parts:?}");
+        }
+    }
+}
+
+/// Fault F13: two blocks of reasoning came as `firstsecond`.
+#[test]
+fn blocks_of_reasoning_are_separated() {
+    let tags = ["<think>", "</think>"];
+    let [open, close] = tags;
+    for (parts, expected) in [
+        (vec![open, "first", close, open, "second", close, "Yes."], "reasoning[first\n\nsecond]"),
+        (
+            vec![
+                open,
+                "\nfirst\n",
+                close,
+                "\n\n",
+                open,
+                "\n",
+                close,
+                open,
+                "\nsecond",
+                close,
+                "Yes.",
+            ],
+            "reasoning[first\n\nsecond]",
+        ),
+        (vec![open, close, open, "only", close, "Yes."], "reasoning[only]"),
+        (vec![open, "only", close, open, close, "Yes."], "reasoning[only]"),
+    ] {
+        let expected = format!("{expected} answer[Yes.]");
+        assert_eq!(seen(&tags, "<think></think>", &parts), expected, "{parts:?}");
+    }
+}
+
+/// Fault F9: Gemma 4's reasoning came as the answer `thought\nI think.\nThe answer.`
+#[test]
+fn channel_of_gemma_is_reasoning() {
+    let tags = ["<|channel>", "<channel|>"];
+    let [open, close] = tags;
+    let template = "<|channel>thought <channel|>";
+    for (parts, expected) in [
+        (
+            vec![open, "thought\nI think.\n", close, "The answer."],
+            "reasoning[I think.] answer[The answer.]",
+        ),
+        (vec![open, "thou", "ght", "\n", "Hm", close, "Yes."], "reasoning[Hm] answer[Yes.]"),
+        (vec![open, "thought\n", close, "Yes."], "answer[Yes.]"),
+        (vec![open, "other\nHm.", close, "Yes."], "reasoning[other\nHm.] answer[Yes.]"),
+        (
+            vec![open, "thought\na", close, open, "thought\nb", close, "Yes."],
+            "reasoning[a\n\nb] answer[Yes.]",
+        ),
+    ] {
+        assert_eq!(seen(&tags, template, &parts), expected, "{parts:?}");
+    }
+}
