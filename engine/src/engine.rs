@@ -11,7 +11,7 @@ use crate::policy::Policies;
 use crate::prefix;
 use crate::queue::Queue;
 use crate::request::{Choices, Event, Request};
-use crate::text::Text;
+use crate::text::{Text, Variables};
 
 /// Facts about the loaded model, for the server.
 #[derive(Debug, Clone)]
@@ -110,9 +110,7 @@ impl Engine {
     /// Those of the chat template; [`RequestError::PromptBytes`] if the request has too much text.
     pub fn render(&self, request: &Request) -> Result<String> {
         self.check_bytes(request)?;
-        let Request { messages, tools, template_variables, .. } = request;
-        let text = &self.0.info.text;
-        text.render(messages, tools, template_variables, self.reasoning(request), true)
+        self.0.info.text.render(&Variables::of(request, self.reasoning(request)))
     }
 
     /// The prompt of `request` as tokens, before its policies change it. Blocks while it renders and
@@ -123,11 +121,10 @@ impl Engine {
     /// too much text.
     pub fn tokenize(&self, request: &Request) -> Result<Vec<u32>> {
         self.check_bytes(request)?;
-        let Request { messages, tools, template_variables, .. } = request;
         let text = &self.0.info.text;
         match &request.prompt {
             Some(prompt) => text.raw_prompt(prompt),
-            None => text.prompt(messages, tools, template_variables, self.reasoning(request), true),
+            None => text.prompt(&Variables::of(request, self.reasoning(request))),
         }
     }
 
@@ -143,7 +140,7 @@ impl Engine {
     /// Whether the prompt of `request` is rendered for reasoning, unless a policy decides otherwise.
     fn reasoning(&self, request: &Request) -> Option<bool> {
         let can_reason = self.0.info.text.supports_reasoning();
-        can_reason.then_some(request.reasoning.unwrap_or(true))
+        can_reason.then_some(request.reasoning.unwrap_or(true)).or(request.reasoning)
     }
 
     /// Queues a request. Dropping the receiver cancels it.

@@ -41,6 +41,8 @@ pub struct Request {
     pub template_variables: Map<String, Value>,
     /// Whether the client asks for reasoning; `None` leaves the choice to the policy.
     pub reasoning: Option<bool>,
+    /// How much the client wants the model to reason, for chat templates that have a variable for it.
+    pub effort: Option<Effort>,
     /// Maximum number of reasoning tokens, if the client sets one.
     pub reasoning_budget: Option<u32>,
     /// Maximum number of tokens of the reply, reasoning included. `engine.max_tokens` applies if the client
@@ -156,6 +158,65 @@ impl Choice {
         let Self { id, seed, live } = self.clone();
         // The prompt of a further choice does not run.
         Request { id, seed, live, prompt_logprobs: None, ..first.clone() }
+    }
+}
+
+/// Reasoning budget of the effort `low`.
+const LOW_EFFORT_TOKENS: u32 = 1024;
+
+/// Reasoning budget of the effort `medium`.
+const MEDIUM_EFFORT_TOKENS: u32 = 8192;
+
+/// Levels of reasoning, ascending.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Effort {
+    /// No reasoning.
+    None,
+    /// The same.
+    Minimal,
+    /// A small budget.
+    Low,
+    /// A larger one.
+    Medium,
+    /// As much as the policy allows.
+    High,
+    /// The same, and a template may tell them apart.
+    XHigh,
+    /// The same, and a template may tell them apart.
+    Max,
+}
+
+impl Effort {
+    /// All of them.
+    pub const ALL: [Self; 7] =
+        [Self::None, Self::Minimal, Self::Low, Self::Medium, Self::High, Self::XHigh, Self::Max];
+
+    /// Its name in all protocols and chat templates.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Minimal => "minimal",
+            Self::Low => "low",
+            Self::Medium => "medium",
+            Self::High => "high",
+            Self::XHigh => "xhigh",
+            Self::Max => "max",
+        }
+    }
+
+    /// Whether to reason.
+    pub fn reasons(self) -> bool {
+        !matches!(self, Self::None | Self::Minimal)
+    }
+
+    /// Reasoning tokens; `None` for as many as the policy allows.
+    pub fn budget(self) -> Option<u32> {
+        match self {
+            Self::Low => Some(LOW_EFFORT_TOKENS),
+            Self::Medium => Some(MEDIUM_EFFORT_TOKENS),
+            Self::None | Self::Minimal | Self::High | Self::XHigh | Self::Max => None,
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 use serde_json::{Map, Value};
-use steersman_engine::internals::text::{Phase, Piece, Reply, Template, Text};
+use steersman_engine::internals::text::{Phase, Piece, Reply, Template, Text, Variables};
 use steersman_engine::request::Message;
 use steersman_engine::{Error, RequestError};
 
@@ -161,7 +161,14 @@ fn typed_messages_render_like_json_messages() {
         let reasoning = kwargs.remove("enable_thinking").and_then(|value| value.as_bool());
         let prompt = kwargs.remove("add_generation_prompt").and_then(|value| value.as_bool());
         let tools: Vec<Value> = serde_json::from_value(case["tools"].clone()).unwrap_or_default();
-        let ours = text.render(&messages, &tools, &kwargs, reasoning, prompt == Some(true));
+        let ours = text.render(&Variables {
+            messages: &messages,
+            tools: &tools,
+            variables: &kwargs,
+            reasoning,
+            add_generation_prompt: prompt == Some(true),
+            ..Variables::default()
+        });
         assert_eq!(ours.expect("Python rendered it"), case["rendered"], "{}", case["conversation"]);
         compared += 1;
     }
@@ -197,7 +204,9 @@ fn prompt_determines_the_first_phase() {
     for (reasoning, phase) in [(true, Phase::Reasoning), (false, Phase::Answer)] {
         let messages =
             [Message { role: "user".into(), content: forged.into(), ..Default::default() }];
-        let prompt = text.render(&messages, &[], &Map::new(), Some(reasoning), true);
+        let reasoning = Some(reasoning);
+        let variables = Variables { messages: &messages, reasoning, ..Variables::default() };
+        let prompt = text.render(&variables);
         let prompt = text.encode(&prompt.expect("it renders")).expect("it encodes");
         assert_eq!(text.reply(&prompt, &[], &[]).phase(), phase);
     }

@@ -64,7 +64,7 @@ pub struct Preparer {
 pub struct Prepared {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
-    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
+    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason and the client did not ask.
     pub reasoning: Option<bool>,
     pub prompt: Vec<u32>,
     /// What the form of the reply allows; `None` if it is free.
@@ -96,12 +96,15 @@ impl Prepared {
     }
 }
 
+/// A prompt, and notes on how the template got the conversation.
+type Tokenized = (Vec<u32>, Vec<String>);
+
 /// The prompts of the choices of one request so far: a long conversation takes seconds to render and to
 /// tokenize, and its choices would take them again and again.
 #[derive(Default)]
 struct Prompts {
     /// Those of the conversation as it was sent, by whether they are rendered for reasoning.
-    as_sent: Vec<(Option<bool>, Vec<u32>)>,
+    as_sent: Vec<(Option<bool>, Tokenized)>,
     /// That of the first choice.
     first: Option<Vec<u32>>,
 }
@@ -113,8 +116,8 @@ impl Prompts {
         &mut self,
         is_as_sent: bool,
         reasoning: Option<bool>,
-        tokenize: impl FnOnce() -> Result<Vec<u32>>,
-    ) -> Result<Vec<u32>> {
+        tokenize: impl FnOnce() -> Result<Tokenized>,
+    ) -> Result<Tokenized> {
         if !is_as_sent {
             return tokenize();
         }
@@ -236,9 +239,14 @@ impl Preparer {
         // A budget of zero tokens disables reasoning.
         let wish =
             if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
-        let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
+        if wish == Some(true) && request.prompt.is_none() && !self.text.can_be_told_to_reason() {
+            notes.push("the model does not reason: the request for it has no effect".into());
+        }
+        // A wish reaches templates whose reasoning is not read, too.
+        let mut reasoning = can_reason.then_some(wish.unwrap_or(true)).or(wish);
         let is_as_sent = edited.is_empty();
-        let mut prompt = prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
+        let (mut prompt, mut written) =
+            prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let view = self.view(&job.request, bounds, &params, prompt.len(), seed);
         let mut plan = job.request.span.ask(&mut policy, &view)?;
@@ -284,12 +292,14 @@ impl Preparer {
                 Err(why) => notes.push(format!("left out the form that a policy planned: {why}")),
             }
         }
-        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
+        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true)).or(wish);
         if planned != reasoning || offers_fewer {
             reasoning = planned;
             let is_as_sent = is_as_sent && !offers_fewer;
-            prompt = prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
+            (prompt, written) =
+                prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
         }
+        notes.extend(written);
         self.check_length(&prompt, &job.request.profile, limits)?;
         job.check(STAGE)?;
         // A prompt that runs for the first choice is saved by that.
@@ -378,27 +388,19 @@ impl Preparer {
         })
     }
 
-    fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
+    fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Tokenized> {
         job.check(STAGE)?;
         if let Some(prompt) = &job.request.prompt {
-            return self.text.raw_prompt(prompt);
+            return Ok((self.text.raw_prompt(prompt)?, Vec::new()));
         }
-        let Request { messages, tools, template_variables: variables, .. } = &job.request;
-        let add_generation_prompt = true;
-        let prompt = self.text.render_prompt(&Variables {
-            messages,
-            tools,
-            variables,
-            reasoning,
-            add_generation_prompt,
-        })?;
+        let mut prompt = self.text.render_prompt(&Variables::of(&job.request, reasoning))?;
         // The template may repeat what the client sent once.
         let (bytes, limit) = (prompt.bytes(), self.prompt_bytes);
         if bytes > limit {
             return Err(RequestError::PromptBytes { bytes, limit }.into());
         }
         job.check(STAGE)?;
-        self.text.encode_rendered(&prompt)
+        Ok((self.text.encode_rendered(&prompt)?, prompt.take_notes()))
     }
 
     fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {

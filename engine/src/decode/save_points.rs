@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::policy::{self, MAX_RETENTION_SECONDS, Plan, SavePoint};
 use crate::prefix::Retention;
 use crate::request::{Message, Request};
+use crate::text::Variables;
 
 /// Most tokens of a generation prompt, which templates put after the last message.
 const GENERATION_PROMPT: usize = 16;
@@ -55,9 +56,10 @@ impl Preparer {
                 (_, Some(end)) => end,
                 // The template does not end messages with the end-of-reply token.
                 (_, None) => {
-                    let (tools, variables) = (&request.tools, &request.template_variables);
-                    let body =
-                        self.text.prompt(&request.messages, tools, variables, reasoning, false)?;
+                    let body = self.text.prompt(&Variables {
+                        add_generation_prompt: false,
+                        ..Variables::of(request, reasoning)
+                    })?;
                     common_prefix(&body, prompt)
                 }
             };
@@ -97,8 +99,8 @@ impl Preparer {
         messages.push(Message { role: role.into(), ..Message::default() });
         let mut render = |word: &str| -> Result<Vec<u32>> {
             messages[count].content = word.into();
-            let variables = &request.template_variables;
-            self.text.prompt(&messages, &request.tools, variables, reasoning, true)
+            let variables = Variables::of(request, reasoning);
+            self.text.prompt(&Variables { messages: &messages, ..variables })
         };
         let (mut a, b) = (render("a")?, render("b")?);
         a.truncate(common_prefix(&a, &b));

@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 use steersman_gguf::files;
 
+use super::probe::Probe;
 use super::template::Template;
+use super::tool_call::Format;
 use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
 
@@ -31,12 +33,33 @@ pub(super) struct Folder {
 pub(super) struct Templates {
     default: Template,
     with_tools: Option<Template>,
+    /// What `default` and `with_tools` can express, once they are probed.
+    probes: Vec<Probe>,
 }
 
 impl Templates {
+    /// One template for all requests.
+    #[cfg(test)]
+    pub fn of(default: Template) -> Self {
+        Self { default, with_tools: None, probes: Vec::new() }
+    }
+
     /// The template for a request with or without tools.
     pub fn choose(&self, tools: bool) -> &Template {
         self.with_tools.as_ref().filter(|_| tools).unwrap_or(&self.default)
+    }
+
+    /// Finds out what they can express; see [`Probe::of`].
+    pub fn probe(&mut self, special_tokens: &Map<String, Value>, format: &Format) {
+        let all = std::iter::once(&self.default).chain(&self.with_tools);
+        self.probes = all.map(|template| Probe::of(template, special_tokens, format)).collect();
+    }
+
+    /// What the template for a request with or without tools can express.
+    pub fn probed(&self, tools: bool) -> &Probe {
+        let of_default = self.probes.first();
+        let of_tools = self.probes.last().filter(|_| tools);
+        of_tools.or(of_default).expect("the templates are probed when they are loaded")
     }
 
     /// Whether one of them contains `text`.
@@ -76,7 +99,11 @@ impl Folder {
             let tool_use = self.path.join("additional_chat_templates").join("tool_use.jinja");
             let with_tools = read(&tool_use)?;
             let with_tools = with_tools.map(|source| compile(&tool_use, &source)).transpose()?;
-            return Ok(Templates { default: compile(&jinja, &source)?, with_tools });
+            return Ok(Templates {
+                default: compile(&jinja, &source)?,
+                with_tools,
+                probes: Vec::new(),
+            });
         }
         let mut file = self.path.join("chat_template.json");
         let mut found = object(file.clone())?.and_then(|mut all| all.remove("chat_template"));
@@ -166,7 +193,11 @@ impl Folder {
 /// `found` is a template, or a list of `{"name", "template"}` with one named `default`.
 fn templates_in(found: &Value, file: &Path) -> Result<Templates> {
     if let Some(source) = found.as_str() {
-        return Ok(Templates { default: compile(file, source)?, with_tools: None });
+        return Ok(Templates {
+            default: compile(file, source)?,
+            with_tools: None,
+            probes: Vec::new(),
+        });
     }
     let named = |wanted: &str| {
         let all = found.as_array()?;
@@ -174,7 +205,9 @@ fn templates_in(found: &Value, file: &Path) -> Result<Templates> {
     };
     let with_tools = named("tool_use").map(|source| compile(file, source)).transpose()?;
     match named("default") {
-        Some(source) => Ok(Templates { default: compile(file, source)?, with_tools }),
+        Some(source) => {
+            Ok(Templates { default: compile(file, source)?, with_tools, probes: Vec::new() })
+        }
         None => Err(bad(
             file,
             "chat_template must be a string, or a list with one template named default",

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `folder.rs` | the small files of a model folder |
 //! | `template.rs`, `operators.rs`, `builtins.rs`, `python.rs` | Jinja as transformers runs it, within limits; values formatted as in Python |
+//! | `probe.rs`, `conversation.rs` | what the template can express, found when the model loads; how a conversation is written for it |
 //! | `taint.rs` | which characters of a prompt came with the request |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
@@ -24,18 +25,20 @@
 //! makes a prompt that the model was not trained on.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use serde_json::{Map, Value};
 
 use crate::error::{ConfigError, Error, RequestError, Result};
-use crate::request::{Message, RawPrompt, Sampling};
+use crate::request::{Effort, Message, RawPrompt, Request, Sampling};
 
 mod builtins;
+mod conversation;
 mod detokenize;
 mod folder;
 pub mod harmony;
 mod operators;
+mod probe;
 mod python;
 mod reply;
 mod stop;
@@ -51,6 +54,7 @@ mod tests;
 pub use reply::{Phase, Piece, Reply};
 pub use template::Template;
 
+use conversation::Written;
 use detokenize::Detokenizer;
 use folder::{Folder, Templates};
 use taint::{Origin, Taint};
@@ -96,11 +100,12 @@ impl Text {
         {
             eos.push(id);
         }
-        let templates = folder.templates()?;
+        let mut templates = folder.templates()?;
         let source = templates.choose(true).source();
         let format = Format::of_model(source, |tag| tokenizer.id(tag).is_some());
         tokenizer.set_format(format);
         tokenizer.set_reasoning(source);
+        templates.probe(&special_tokens, tokenizer.format());
         if tokenizer.format().has_messages() {
             let ends = harmony::ENDS.iter().filter_map(|end| tokenizer.id(end));
             let new: Vec<u32> = ends.filter(|id| !eos.contains(id)).collect();
@@ -141,16 +146,9 @@ impl Text {
             ..Message::default()
         };
         let messages = [message("user"), message("assistant"), message("user")];
-        let (tools, variables, reasoning) = (&[], &Map::new(), None);
-        let variables = Variables {
-            messages: &messages,
-            tools,
-            variables,
-            reasoning,
-            add_generation_prompt: true,
-        };
+        let variables = Variables { messages: &messages, ..Variables::default() };
         let [plain, tainted] = [None, Some(self.tokenizer.taint())]
-            .map(|taint| self.render_with(&variables, taint).unwrap_or_default());
+            .map(|taint| self.render_with(&variables, taint).unwrap_or_default().text);
         plain != taint::plain_text(&tainted)
     }
 
@@ -171,32 +169,30 @@ impl Text {
     ///
     /// # Errors
     /// As [`Text::render`] and [`Text::encode`].
-    pub fn prompt(
-        &self,
-        messages: &[Message],
-        tools: &[Value],
-        variables: &Map<String, Value>,
-        reasoning: Option<bool>,
-        add_generation_prompt: bool,
-    ) -> Result<Vec<u32>> {
-        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
-        self.encode_rendered(&self.render_prompt(&variables)?)
+    pub fn prompt(&self, variables: &Variables<'_>) -> Result<Vec<u32>> {
+        self.encode_rendered(&self.render_prompt(variables)?)
     }
 
     /// The first half of [`Text::prompt`].
     pub fn render_prompt(&self, variables: &Variables<'_>) -> Result<Rendered> {
         let taint = (!self.special_tokens_in_text).then(|| self.tokenizer.taint());
-        let mut text = self.render_with(variables, taint)?;
+        let mut rendered = self.render_with(variables, taint)?;
+        let text = &mut rendered.text;
+        let ends_reasoning = variables.add_generation_prompt && variables.reasoning == Some(false);
         // These templates cannot turn reasoning off. With tools, the model chooses the channel.
-        if self.call_format().has_messages()
-            && variables.add_generation_prompt
-            && variables.reasoning == Some(false)
-            && variables.tools.is_empty()
-            && text.ends_with(harmony::GENERATION_PROMPT)
-        {
-            text.push_str(harmony::ANSWER);
+        if self.call_format().has_messages() {
+            let is_free = variables.tools.is_empty() && text.ends_with(harmony::GENERATION_PROMPT);
+            if ends_reasoning && is_free {
+                text.push_str(harmony::ANSWER);
+            }
+        } else if ends_reasoning && let Some([open, close]) = self.tokenizer.reasoning_tags() {
+            // A template that always begins reasoning, as that of DeepSeek R1.
+            if text.trim_end().ends_with(open) {
+                text.truncate(text.trim_end().len());
+                text.push_str(&format!("\n\n{close}\n\n"));
+            }
         }
-        Ok(Rendered { text, is_tainted: taint.is_some() })
+        Ok(rendered)
     }
 
     /// The second half of [`Text::prompt`].
@@ -207,29 +203,28 @@ impl Text {
         self.embedded(self.tokenizer.encode_tainted(&rendered.text)?)
     }
 
-    /// Renders the conversation as transformers' `apply_chat_template` does.
-    ///
-    /// `variables` are the client's `chat_template_kwargs`. `reasoning` sets `enable_thinking`;
-    /// `None` leaves it undefined, which means on for some templates and off for others.
+    /// Renders the conversation as transformers' `apply_chat_template` does, after it was written for the template
+    /// ([`conversation::Shape`]).
     ///
     /// # Errors
-    /// [`Error::Template`] with the template's message if it rejects the conversation;
-    /// [`RequestError::Field`] if `variables` would replace the conversation.
-    pub fn render(
-        &self,
-        messages: &[Message],
-        tools: &[Value],
-        variables: &Map<String, Value>,
-        reasoning: Option<bool>,
-        add_generation_prompt: bool,
-    ) -> Result<String> {
-        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
-        self.render_with(&variables, None)
+    /// [`Error::Template`] with the message of the template if it rejects the conversation, or what it would leave
+    /// out; [`RequestError::Field`] if the client's variables would replace the conversation, or the template has
+    /// no tools.
+    pub fn render(&self, variables: &Variables<'_>) -> Result<String> {
+        Ok(self.render_with(variables, None)?.text)
     }
 
     /// [`Text::render`], with the text of the request tainted.
-    fn render_with(&self, variables: &Variables<'_>, taint: Option<&Taint>) -> Result<String> {
-        let &Variables { messages, tools, variables, reasoning, add_generation_prompt } = variables;
+    fn render_with(&self, variables: &Variables<'_>, taint: Option<&Taint>) -> Result<Rendered> {
+        let &Variables {
+            messages,
+            tools,
+            variables,
+            reasoning,
+            effort,
+            budget,
+            add_generation_prompt,
+        } = variables;
         let mut own = Map::new();
         for (name, value) in variables {
             if ["messages", "tools", "documents", "add_generation_prompt"].contains(&name.as_str())
@@ -242,9 +237,16 @@ impl Text {
             }
             own.insert(name.clone(), value.clone());
         }
-        let template = self.templates.choose(!tools.is_empty());
-        let developer = template.source().contains("developer");
-        let messages = messages.iter().map(|message| template_message(message, developer));
+        let (template, probe) =
+            (self.templates.choose(!tools.is_empty()), self.templates.probed(!tools.is_empty()));
+        if !tools.is_empty() && !probe.has_tools {
+            let problem = "this model does not support tools: its chat template has no place for them; leave them \
+                           out, or use a model that has `tools` in /api/show";
+            return Err(RequestError::Field { field: "tools", problem: problem.into() }.into());
+        }
+        let shape = probe.shape(!tools.is_empty());
+        let Written { messages, mut notes } = shape.write(messages)?;
+        let messages = messages.iter().map(|message| shape.value(message));
         let mut messages = messages.collect::<Result<Vec<_>>>()?;
         let mut tools = if tools.is_empty() { Value::Null } else { tools.into() };
         if let Some(taint) = taint {
@@ -255,16 +257,18 @@ impl Text {
                 taint.value(message, if is_reply { Origin::Model } else { Origin::Client });
             }
         }
+        let reasoning = probe.reasoning(reasoning, effort, budget);
+        notes.extend(reasoning.notes);
         let mut context = self.special_tokens.clone();
+        context.extend(reasoning.amount);
         context.extend(own);
-        if let Some(reasoning) = reasoning {
-            context.insert("enable_thinking".into(), reasoning.into());
-        }
+        context.extend(reasoning.switches);
         context.insert("messages".into(), messages.into());
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
         context.insert("tools".into(), tools);
-        template.render(&context)
+        let text = template.render(&context)?;
+        Ok(Rendered { text, is_tainted: taint.is_some(), notes })
     }
 
     /// `tokens`, if the model has embeddings of all of them.
@@ -430,6 +434,17 @@ impl Text {
             && (uses(Marker::OpenReasoning) || uses(Marker::CloseReasoning))
     }
 
+    /// Whether a request can change how the model reasons: it writes reasoning, or its chat template has a
+    /// variable for it.
+    pub fn can_be_told_to_reason(&self) -> bool {
+        self.supports_reasoning() || self.templates.probed(false).controls_reasoning()
+    }
+
+    /// Whether definitions of tools reach the model.
+    pub fn supports_tools(&self) -> bool {
+        self.templates.probed(true).has_tools
+    }
+
     /// SHA-256 of tokenizer.json, for the fingerprint of saved state.
     pub fn digest(&self) -> [u8; 32] {
         self.tokenizer.digest()
@@ -443,6 +458,7 @@ impl Text {
 }
 
 /// What a chat template renders.
+#[derive(Debug, Clone, Copy)]
 pub struct Variables<'a> {
     /// The conversation.
     pub messages: &'a [Message],
@@ -450,16 +466,55 @@ pub struct Variables<'a> {
     pub tools: &'a [Value],
     /// The client's `chat_template_kwargs`.
     pub variables: &'a Map<String, Value>,
-    /// See [`Text::render`].
+    /// Whether the model shall reason; `None` leaves it to the template, which means on for some and off for
+    /// others.
     pub reasoning: Option<bool>,
+    /// How much the client wants it to.
+    pub effort: Option<Effort>,
+    /// Most tokens of reasoning that the client wants.
+    pub budget: Option<u32>,
     /// Whether to render the beginning of the reply.
     pub add_generation_prompt: bool,
 }
 
+static NO_VARIABLES: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+
+impl Default for Variables<'_> {
+    /// An empty conversation, and the beginning of the reply.
+    fn default() -> Self {
+        Self {
+            messages: &[],
+            tools: &[],
+            variables: &NO_VARIABLES,
+            reasoning: None,
+            effort: None,
+            budget: None,
+            add_generation_prompt: true,
+        }
+    }
+}
+
+impl<'a> Variables<'a> {
+    /// Those of `request`, with `reasoning` as decided.
+    pub fn of(request: &'a Request, reasoning: Option<bool>) -> Self {
+        Self {
+            messages: &request.messages,
+            tools: &request.tools,
+            variables: &request.template_variables,
+            reasoning,
+            effort: request.effort.filter(|effort| effort.reasons()),
+            budget: request.reasoning_budget,
+            add_generation_prompt: true,
+        }
+    }
+}
+
 /// A rendered conversation.
+#[derive(Debug, Default)]
 pub struct Rendered {
     text: String,
     is_tainted: bool,
+    notes: Vec<String>,
 }
 
 impl Rendered {
@@ -467,20 +522,9 @@ impl Rendered {
     pub fn bytes(&self) -> usize {
         self.text.len()
     }
-}
 
-/// A message as templates read it.
-///
-/// Reasoning gets both names in use, `reasoning_content` and `thinking`. `developer` becomes
-/// `system` unless the template knows that role: most templates silently skip an unknown role.
-fn template_message(message: &Message, developer: bool) -> Result<Value> {
-    let mut value = serde_json::to_value(message)
-        .map_err(|e| Error::Request(RequestError::Template(e.to_string())))?;
-    if message.role == "developer" && !developer {
-        value["role"] = "system".into();
+    /// What the client should know of how the template got its conversation.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
     }
-    if let Some(reasoning) = &message.reasoning_content {
-        value["thinking"] = reasoning.as_str().into();
-    }
-    Ok(value)
 }

@@ -97,47 +97,66 @@ impl Template {
     /// [`Error::Template`] with the message that the template passes to `raise_exception`, or else
     /// minijinja's message with the line.
     pub fn render(&self, variables: &Map<String, serde_json::Value>) -> Result<String> {
-        let evaluated = catch_unwind(AssertUnwindSafe(|| self.evaluate(variables)));
-        let message = match evaluated {
-            Ok(Ok(text)) => return Ok(text),
-            Ok(Err(error)) => plain_text(&explain(&error)).into_owned(),
-            Err(panic) => {
-                let text = panic.downcast_ref::<String>().map(String::as_str);
-                let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-                format!("rendering panicked: {}", text.unwrap_or("no message"))
-            }
-        };
-        Err(Error::Request(RequestError::Template(message)))
+        let tainted = variables.values().any(is_value_tainted);
+        self.compiled(&self.environment, tainted, |render| render(variables))
     }
 
-    /// Compiles the template and runs it. Compiling takes a small part of the time, and instructions
-    /// borrow their source: they cannot be kept beside it.
-    fn evaluate(
+    /// Compiles the template once, and lets `work` render it several times, each with at most `fuel`
+    /// instructions. Texts are not tainted.
+    pub(super) fn probe<T>(
         &self,
-        variables: &Map<String, serde_json::Value>,
-    ) -> Result<String, minijinja::Error> {
+        fuel: u64,
+        work: impl FnOnce(&dyn Fn(&Map<String, serde_json::Value>) -> Result<String>) -> Result<T>,
+    ) -> Result<T> {
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(fuel));
+        self.compiled(&environment, false, work)
+    }
+
+    /// Compiles the template, and passes what renders it to `work`. Compiling takes a small part of the time of a
+    /// rendering, and instructions borrow their source: they cannot be kept beside it.
+    fn compiled<T>(
+        &self,
+        environment: &Environment<'static>,
+        tainted: bool,
+        work: impl FnOnce(&dyn Fn(&Map<String, serde_json::Value>) -> Result<String>) -> Result<T>,
+    ) -> Result<T> {
         operators::start();
         let mut generator = CodeGenerator::new(NAME, &self.prepared);
-        generator.compile_stmt(&parse(&self.prepared, NAME, syntax())?);
+        let parsed = parse(&self.prepared, NAME, syntax());
+        generator.compile_stmt(&parsed.map_err(|error| rejected(explain(&error)))?);
         let (instructions, blocks) = generator.finish();
-        let tainted = variables.values().any(is_value_tainted);
         let instructions = operators::prepare(&instructions, tainted);
         let blocks = blocks
             .into_iter()
             .map(|(name, instructions)| (name, operators::prepare(&instructions, tainted)))
             .collect();
-        let mut out = String::new();
-        let variables = Value::from(Serde(variables));
-        eval(
-            &self.environment,
-            &instructions,
-            variables,
-            &blocks,
-            &mut make_string_output(&mut out),
-            AutoEscape::None,
-        )?;
-        Ok(out)
+        let evaluate = |variables: &Map<String, serde_json::Value>| {
+            operators::start();
+            let mut out = String::new();
+            let variables = Value::from(Serde(variables));
+            let mut output = make_string_output(&mut out);
+            eval(environment, &instructions, variables, &blocks, &mut output, AutoEscape::None)?;
+            Ok(out)
+        };
+        work(&|variables: &Map<String, serde_json::Value>| {
+            let evaluated: std::thread::Result<Result<String, minijinja::Error>> =
+                catch_unwind(AssertUnwindSafe(|| evaluate(variables)));
+            match evaluated {
+                Ok(Ok(text)) => Ok(text),
+                Ok(Err(error)) => Err(rejected(plain_text(&explain(&error)).into_owned())),
+                Err(panic) => {
+                    let text = panic.downcast_ref::<String>().map(String::as_str);
+                    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+                    Err(rejected(format!("rendering panicked: {}", text.unwrap_or("no message"))))
+                }
+            }
+        })
     }
+}
+
+fn rejected(message: String) -> Error {
+    Error::Request(RequestError::Template(message))
 }
 
 fn syntax() -> SyntaxConfig {

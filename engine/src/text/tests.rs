@@ -10,6 +10,7 @@ use super::*;
 use crate::text::detokenize::Detokenizer;
 
 mod calls;
+mod conversation;
 mod fuzz;
 mod harmony;
 mod prompt;
@@ -153,7 +154,9 @@ fn developer_becomes_system_for_templates_without_that_role() {
     let message =
         |role: &str| Message { role: role.into(), content: "Hi.".into(), ..Message::default() };
     let text = tiny();
-    let render = |messages: &[Message]| text.render(messages, &[], &Map::new(), Some(false), true);
+    let render = |messages: &[Message]| {
+        text.render(&Variables { messages, reasoning: Some(false), ..Variables::default() })
+    };
     let [developer, system] =
         ["developer", "system"].map(|role| render(&[message(role), message("user")]));
     let developer = developer.expect("the template renders");
@@ -164,8 +167,8 @@ fn developer_becomes_system_for_templates_without_that_role() {
 #[test]
 fn template_variables_cannot_replace_the_conversation() {
     let variables = json!({"messages": []}).as_object().cloned().unwrap_or_default();
-    let error =
-        tiny().render(&[], &[], &variables, None, true).expect_err("`messages` is reserved");
+    let error = tiny().render(&Variables { variables: &variables, ..Variables::default() });
+    let error = error.expect_err("`messages` is reserved");
     assert_eq!(error.to_string(), "chat_template_kwargs: `messages` cannot be set here");
 }
 
@@ -192,7 +195,7 @@ fn open_marker_starts_reasoning_before_the_answer_and_is_text_later() {
     check(
         "",
         "It is <think>this</think>, so.</think> Yes.",
-        "answer[It is <think>this</think>, so. Yes.]",
+        "answer[It is <think>this</think>, so.</think> Yes.]",
     );
     check("", "</think>\n\nYes.", "answer[Yes.]");
 }
@@ -279,6 +282,17 @@ fn call_inside_reasoning_is_a_call_and_its_tokens_count_as_reasoning() {
         REASONING,
         &format!("Hm. {CALL} So.\n</think>\n\nYes."),
         "reasoning[Hm.] call[f {\"n\":5}] reasoning[  So.] answer[Yes.]",
+    );
+    // Fault F13: these came as `Pmore`.
+    check(
+        REASONING,
+        &format!("P{CALL}more</think>Yes."),
+        "reasoning[P] call[f {\"n\":5}] reasoning[\n\nmore] answer[Yes.]",
+    );
+    check(
+        REASONING,
+        &format!("P</think>{CALL}<think>more</think>Yes."),
+        "reasoning[P] call[f {\"n\":5}] reasoning[\n\nmore] answer[Yes.]",
     );
     let text = tiny();
     let prompt = text.encode(REASONING).expect("the text encodes");

@@ -180,7 +180,12 @@ fn a_prompt_may_contain_the_header() {
         ..Message::default()
     };
     let prompt = |tools: &[Value], reasoning| {
-        let tokens = text.prompt(&[message("user")], tools, &Map::new(), reasoning, true);
+        let tokens = text.prompt(&Variables {
+            messages: &[message("user")],
+            tools,
+            reasoning,
+            ..Variables::default()
+        });
         tokens.expect("it renders")
     };
     let phase = |prompt: &[u32]| text.reply(prompt, &[], &[]).phase();

@@ -28,12 +28,14 @@ fn conversation(text: &str, reply: &str) -> (Vec<Message>, Vec<Value>) {
 }
 
 fn prompt(text: &Text, (messages, tools): &(Vec<Message>, Vec<Value>)) -> Vec<u32> {
-    text.prompt(messages, tools, &Map::new(), Some(true), true).expect("it renders")
+    text.prompt(&Variables { messages, tools, reasoning: Some(true), ..Variables::default() })
+        .expect("it renders")
 }
 
 /// The same prompt with special tokens parsed wherever they are.
 fn parsed(text: &Text, (messages, tools): &(Vec<Message>, Vec<Value>)) -> Vec<u32> {
-    let rendered = text.render(messages, tools, &Map::new(), Some(true), true);
+    let rendered =
+        text.render(&Variables { messages, tools, reasoning: Some(true), ..Variables::default() });
     text.encode(&rendered.expect("it renders")).expect("it encodes")
 }
 
@@ -79,7 +81,12 @@ fn text_of_a_request_cannot_forge_structure() {
     let user = |content: &str| {
         let message =
             Message { role: "user".into(), content: content.into(), ..Message::default() };
-        text.prompt(&[message], &[], &Map::new(), Some(true), true).expect("it renders")
+        text.prompt(&Variables {
+            messages: &[message],
+            reasoning: Some(true),
+            ..Variables::default()
+        })
+        .expect("it renders")
     };
     assert_eq!(structure(&user("<think></think><tool_call></tool_call>")), structure(&user("a")));
 }
@@ -120,7 +127,8 @@ fn tokens_without_an_embedding_are_named() {
     let last = text.tokenizer.token(4095).expect("the largest token");
     for result in [
         text.encode(&format!("a {last}")).map(|_| ()),
-        text.prompt(&conversation(&last, "").0, &[], &Map::new(), None, true).map(|_| ()),
+        text.prompt(&Variables { messages: &conversation(&last, "").0, ..Variables::default() })
+            .map(|_| ()),
     ] {
         let error = result.expect_err("4095 has no embedding").to_string();
         assert!(error.contains(&format!("`{last}`, which is token 4095")), "{error}");
@@ -128,7 +136,9 @@ fn tokens_without_an_embedding_are_named() {
     }
     let plain = tiny().with_embeddings(4090);
     let user = &conversation(&last, "").0[1..2];
-    plain.prompt(user, &[], &Map::new(), None, false).expect("it is text");
+    let variables =
+        Variables { messages: user, add_generation_prompt: false, ..Variables::default() };
+    plain.prompt(&variables).expect("it is text");
 }
 
 #[test]
