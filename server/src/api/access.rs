@@ -288,6 +288,7 @@ impl Access {
 pub struct Destination {
     /// Index of the model.
     index: usize,
+    /// The profile that steers it.
     pub profile: String,
     /// The model in the reply: the client's name for it, or that of the profile's model.
     pub model: String,
@@ -295,9 +296,11 @@ pub struct Destination {
 
 /// A request whose model is loaded.
 pub struct Admission {
+    /// That of the model.
     pub engine: Engine,
     /// Keeps the model loaded.
     pub lease: Arc<Lease>,
+    /// The profile that steers it.
     pub profile: String,
     /// [`Destination::model`]
     pub model: String,

@@ -5,7 +5,7 @@
 //! [`Request`](steersman_engine::request::Request)s and renders their events; `protocol.rs` and
 //! `reply.rs` are the path between, which all share. Nothing here sees an array or Wasm.
 
-mod access;
+pub(crate) mod access;
 mod anthropic;
 pub(crate) mod body;
 mod cache;

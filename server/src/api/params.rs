@@ -3,9 +3,10 @@
 //! Each protocol names its own field in errors.
 
 use schemars::JsonSchema;
+use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+pub use steersman_engine::request::Effort;
 use steersman_engine::request::{Form, FunctionCall, Message, Request, ResponseFormat, ToolCall};
 
 use super::error::ApiError;
@@ -18,41 +19,6 @@ const STOP_BYTES: usize = 4 << 10;
 
 /// Most choices of a request: each holds an instance of its policies while it waits.
 const CHOICES: u64 = 32;
-
-/// Reasoning budget of the effort `low`.
-const LOW_EFFORT_TOKENS: u32 = 1024;
-
-/// Reasoning budget of the effort `medium`.
-const MEDIUM_EFFORT_TOKENS: u32 = 8192;
-
-/// Levels of reasoning.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Effort {
-    None,
-    Minimal,
-    Low,
-    Medium,
-    High,
-    XHigh,
-    Max,
-}
-
-impl Effort {
-    /// Whether to reason.
-    pub fn reasons(self) -> bool {
-        !matches!(self, Self::None | Self::Minimal)
-    }
-
-    /// Reasoning tokens; `None` for as many as the policy allows.
-    pub fn budget(self) -> Option<u32> {
-        match self {
-            Self::Low => Some(LOW_EFFORT_TOKENS),
-            Self::Medium => Some(MEDIUM_EFFORT_TOKENS),
-            Self::None | Self::Minimal | Self::High | Self::XHigh | Self::Max => None,
-        }
-    }
-}
 
 /// `stream_options` of OpenAI's chats and completions.
 #[derive(Deserialize, JsonSchema)]
@@ -233,24 +199,15 @@ pub fn json_form(field: &'static str, schema: Option<Value>) -> ResponseFormat {
     ResponseFormat { field, form: schema.map_or(Form::JsonObject, Form::JsonSchema) }
 }
 
-/// Puts `instructions` and the system messages that `messages` begins with into one, because templates
-/// read one system text before all turns. Later ones become messages of the user.
-pub fn with_system(instructions: &str, messages: &[Message]) -> Vec<Message> {
-    let is_system = |message: &&Message| matches!(message.role.as_str(), "system" | "developer");
-    let leading = messages.iter().take_while(is_system);
-    let turns = messages.iter().skip_while(is_system);
-    let texts = std::iter::once(instructions).chain(leading.map(|m| m.content.as_str()));
-    let system: Vec<_> = texts.filter(|text| !text.is_empty()).collect();
-    let system = (!system.is_empty()).then(|| Message {
+/// A conversation with its instructions, which some protocols have beside it. The engine writes it for the chat
+/// template: system messages may stand anywhere.
+pub fn with_instructions(instructions: &str, messages: Vec<Message>) -> Vec<Message> {
+    let system = (!instructions.is_empty()).then(|| Message {
         role: "system".into(),
-        content: system.join("\n\n"),
+        content: instructions.into(),
         ..Message::default()
     });
-    let turn = |message: &Message| match message {
-        message if is_system(&message) => Message { role: "user".into(), ..message.clone() },
-        message => message.clone(),
-    };
-    system.into_iter().chain(turns.map(turn)).collect()
+    system.into_iter().chain(messages).collect()
 }
 
 #[cfg(test)]

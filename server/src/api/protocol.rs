@@ -197,7 +197,7 @@ pub async fn handle<P: Protocol>(
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
     let mut toolboxes = Vec::new();
     for request in &mut requests {
-        let toolbox = app.mcp.offer(&admission.profile, request, &mut notes).await;
+        let toolbox = app.mcp.offer(&admission, request, &mut notes).await;
         toolboxes.push(toolbox.map(Arc::new));
     }
     let requests = check_lengths(&app, &admission, requests).await;

@@ -34,7 +34,7 @@ pub async fn tokenize(
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
-    app.mcp.offer(&admission.profile, &mut call.request, &mut Vec::new()).await;
+    app.mcp.offer(&admission, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
         let engine = &admission.engine;
         let tokens = engine.tokenize(&call.request)?;
@@ -104,7 +104,7 @@ pub async fn apply_template(
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
-    app.mcp.offer(&admission.profile, &mut request, &mut Vec::new()).await;
+    app.mcp.offer(&admission, &mut request, &mut Vec::new()).await;
     let prompt = app.bodies.work(move || admission.engine.render(&request)).await??;
     Ok(Json(json!({"prompt": prompt})))
 }

@@ -43,6 +43,7 @@ pub use listing::Tool;
 pub use server::Server;
 
 use self::server::PATIENCE;
+use crate::api::access::Admission;
 use crate::config::ServerConfig;
 
 /// What separates the name of a server from that of its tool. No server's name contains it.
@@ -130,20 +131,25 @@ impl Mcp {
         })
     }
 
-    /// Adds to a request the tools that `profile` grants. `None` if there are none. What is missing is noted.
+    /// Adds to a request the tools that its profile grants. `None` if there are none. What is missing is noted.
     ///
     /// A client's tool takes precedence over one of the same name. A client that names the tools that may be
     /// called gets no others.
     pub async fn offer(
         self: &Arc<Self>,
-        profile: &str,
+        admission: &Admission,
         request: &mut Request,
         notes: &mut Vec<String>,
     ) -> Option<Toolbox> {
+        let profile = admission.profile.as_str();
         let grants = self.grants.get(profile).filter(|grants| !grants.is_empty())?;
         let has_turns = request.prompt.is_none() && request.embedding.is_none();
         let allowed = request.tool_choice.allowed.clone();
         if !has_turns || allowed.as_ref().is_some_and(Vec::is_empty) {
+            return None;
+        }
+        if !admission.engine.info().text.supports_tools() {
+            notes.push("mcp: the tools are left out: the model's chat template has none".into());
             return None;
         }
         let name_of = |tool: &Value| Some(tool["function"]["name"].as_str()?.to_string());

@@ -186,15 +186,15 @@ async fn conversation_reaches_the_engine() {
     let request = seen.last();
     let call = |id: &str, arguments: Value| json!({"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}});
     let expected = json!([
-        {"role": "system",
-         "content": "x-anthropic-billing-header: a=1;\n\nBe brief.\n\nEarly."},
+        {"role": "system", "content": "x-anthropic-billing-header: a=1;\n\nBe brief."},
+        {"role": "system", "content": "Early."},
         {"role": "user", "content": "a\n\nb"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm",
          "tool_calls": [call("c1", json!({"z": 1, "a": [2]})), call("c2", json!({}))]},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "tool", "content": "Error: two", "tool_call_id": "c2"},
         {"role": "user", "content": "go on"},
-        {"role": "user", "content": "Late."},
+        {"role": "system", "content": "Late."},
         {"role": "assistant", "content": "ok"},
         {"role": "user", "content": "c"}
     ]);

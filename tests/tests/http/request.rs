@@ -4,6 +4,7 @@ use axum::body::Body;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 use steersman_engine::policy::SamplingPatch;
+use steersman_engine::request::Effort;
 
 use crate::*;
 
@@ -99,6 +100,8 @@ async fn three_parameters_control_reasoning() {
     for (extra, reasoning, budget) in [
         (enable(true), Some(true), None),
         (enable(false), Some(false), None),
+        (json!({"chat_template_kwargs": {"thinking": true}}), Some(true), None),
+        (json!({"chat_template_kwargs": {"thinking": false}}), Some(false), None),
         (json!({"reasoning_effort": "none"}), Some(false), None),
         (json!({"reasoning_effort": "minimal"}), Some(false), None),
         (json!({"reasoning_effort": "low"}), Some(true), Some(1024)),
@@ -113,6 +116,8 @@ async fn three_parameters_control_reasoning() {
         assert_eq!(chat(&app, body(extra.clone())).await.0, StatusCode::OK, "{extra}");
         let request = seen.last();
         assert_eq!((request.reasoning, request.reasoning_budget), (reasoning, budget), "{extra}");
+        let effort = request.effort.map(Effort::word);
+        assert_eq!(effort, extra["reasoning_effort"].as_str(), "{extra}");
         assert!(request.template_variables.is_empty(), "{extra}");
     }
 }

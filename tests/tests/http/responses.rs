@@ -4,7 +4,8 @@ use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::{ProfileAccess, ServerConfig};
 use steersman_engine::request::{
-    Event, FinishReason, Form, FunctionCall, Logprob, ResponseFormat, TokenLogprob, ToolCall,
+    Effort, Event, FinishReason, Form, FunctionCall, Logprob, ResponseFormat, TokenLogprob,
+    ToolCall,
 };
 use steersman_engine::{Error, RequestError};
 
@@ -176,6 +177,7 @@ async fn reasoning_is_a_summary_for_clients_that_ask_for_one() {
     assert_eq!(item["content"], json!([]));
     let request = seen.last();
     assert_eq!((request.reasoning, request.reasoning_budget), (Some(true), Some(1024)));
+    assert_eq!(request.effort, Some(Effort::Low), "the template may have a variable for it");
 }
 
 /// The shape of Codex's requests.
@@ -221,13 +223,14 @@ async fn items_reach_the_engine_as_a_conversation() {
     let function = |arguments: Value| json!({"name": "f", "arguments": arguments});
     let call = |id: &str, arguments: Value| json!({"id": id, "type": "function", "function": function(arguments)});
     let expected = json!([
-        {"role": "system", "content": "You are an agent.\n\nBe brief."},
+        {"role": "system", "content": "You are an agent."},
+        {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm",
          "tool_calls": [call("c1", json!({"z": 1})), call("c2", json!({"arguments": "{"}))]},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "tool", "content": "two", "tool_call_id": "c2"},
-        {"role": "user", "content": "Late."},
+        {"role": "developer", "content": "Late."},
         {"role": "user", "content": "b"}
     ]);
     assert_eq!(serde_json::to_value(&request.messages).unwrap(), expected);

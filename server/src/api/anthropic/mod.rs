@@ -192,7 +192,7 @@ pub async fn count_tokens(
     let admission = admit(&app, &caller, &headers, model).await?;
     let mut requests = call?.requests;
     for request in &mut requests {
-        app.mcp.offer(&admission.profile, request, &mut Vec::new()).await;
+        app.mcp.offer(&admission, request, &mut Vec::new()).await;
     }
     let tokens = app.bodies.work(move || {
         let counts = requests.iter().map(|request| Ok(admission.engine.tokenize(request)?.len()));

@@ -12,7 +12,7 @@ use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, Tool
 use super::Messages;
 use crate::api::error::ApiError;
 use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::TextOrItems;
+use crate::api::openapi::shapes::{EffortWord, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
@@ -73,6 +73,7 @@ enum Thinking {
 
 #[derive(Deserialize, JsonSchema)]
 struct OutputConfig {
+    #[schemars(with = "Option<EffortWord>")]
     effort: Option<Effort>,
     format: Option<Value>,
 }
@@ -182,6 +183,7 @@ impl Body {
             tool_choice,
             response_format,
             reasoning,
+            effort,
             reasoning_budget: reasoning_budget.or(of_effort),
             sampling: sampling.check()?,
             stop: params::stops("stop_sequences", self.stop_sequences)?,
@@ -336,7 +338,7 @@ fn conversation(
             }
         }
     }
-    Ok(params::with_system(&system, &turns))
+    Ok(params::with_instructions(&system, turns))
 }
 
 fn plain(role: &str, content: String) -> Message {

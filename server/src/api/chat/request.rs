@@ -12,7 +12,7 @@ use super::Chat;
 use super::message::{self, MessageBody};
 use crate::api::error::ApiError;
 use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{Structure, Texts, Tool};
+use crate::api::openapi::shapes::{EffortWord, Structure, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability::{self, Probability};
 use crate::api::protocol::{Call, Parsed};
@@ -50,6 +50,7 @@ struct Body {
     tools: Option<Vec<Map<String, Value>>>,
     /// Variables of the chat template; `enable_thinking` asks for reasoning or none.
     chat_template_kwargs: Option<Map<String, Value>>,
+    #[schemars(with = "Option<EffortWord>")]
     reasoning_effort: Option<Effort>,
     /// Budget of the reasoning; 0 for none.
     max_thinking_tokens: Option<u32>,
@@ -99,10 +100,11 @@ impl Body {
         }
         let mut template_variables = self.chat_template_kwargs.unwrap_or_default();
         let reasoning = Reasoning {
-            enabled: take_enable_thinking(&mut template_variables)?,
+            switches: take_switches(&mut template_variables)?,
             effort: self.reasoning_effort,
             tokens: self.max_thinking_tokens,
         };
+        let effort = reasoning.effort;
         let (reasoning, reasoning_budget) = reasoning.resolve()?;
         let mut notes = Vec::new();
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
@@ -111,6 +113,7 @@ impl Body {
             tools,
             template_variables,
             reasoning,
+            effort,
             reasoning_budget,
             sampling: sampling.check()?,
             seed: self.seed,
@@ -131,10 +134,10 @@ impl Body {
     }
 }
 
-/// The three parameters for reasoning, which may not contradict each other.
+/// The parameters for reasoning, which may not contradict each other.
 struct Reasoning {
-    /// `chat_template_kwargs.enable_thinking`
-    enabled: Option<bool>,
+    /// Those of [`SWITCHES`].
+    switches: [Option<bool>; 2],
     /// `reasoning_effort`
     effort: Option<Effort>,
     /// `max_thinking_tokens`
@@ -147,7 +150,8 @@ impl Reasoning {
     /// `max_thinking_tokens` takes precedence over the budget of `reasoning_effort`.
     fn resolve(self) -> Result<(Option<bool>, Option<u32>), ApiError> {
         let parameters = [
-            ("chat_template_kwargs.enable_thinking", self.enabled),
+            (SWITCHES[0], self.switches[0]),
+            (SWITCHES[1], self.switches[1]),
             ("reasoning_effort", self.effort.map(Effort::reasons)),
             ("max_thinking_tokens", self.tokens.map(|tokens| tokens > 0)),
         ];
@@ -164,17 +168,28 @@ impl Reasoning {
     }
 }
 
-/// Removes `enable_thinking` from the template variables, because the policy decides it.
-fn take_enable_thinking(variables: &mut Map<String, Value>) -> Result<Option<bool>, ApiError> {
-    match variables.shift_remove("enable_thinking") {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::Bool(enabled)) => Ok(Some(enabled)),
+/// Template variables by which clients ask for reasoning, or for none: of most templates, and of Granite's,
+/// DeepSeek's and Kimi's.
+const SWITCHES: [&str; 2] =
+    ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking"];
+
+/// Removes the variables of [`SWITCHES`], because the policy decides. The engine sets the one that the template has.
+fn take_switches(variables: &mut Map<String, Value>) -> Result<[Option<bool>; 2], ApiError> {
+    let enable_thinking = match variables.shift_remove("enable_thinking") {
+        None | Some(Value::Null) => None,
+        Some(Value::Bool(enabled)) => Some(enabled),
         Some(_) => {
-            let param = "chat_template_kwargs.enable_thinking";
+            let param = SWITCHES[0];
             let message = format!("{param}: must be true or false");
-            Err(ApiError::invalid("invalid_type", param, message))
+            return Err(ApiError::invalid("invalid_type", param, message));
         }
+    };
+    // Another value is that of another variable of this name.
+    let thinking = variables.get("thinking").and_then(Value::as_bool);
+    if thinking.is_some() {
+        variables.shift_remove("thinking");
     }
+    Ok([enable_thinking, thinking])
 }
 
 /// Checks the tools, and returns the functions among them unchanged.

@@ -11,7 +11,7 @@ use axum::http::HeaderMap;
 use axum::{Extension, Json};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, ToolCall};
+use steersman_engine::request::{Event, FinishReason, Request, ToolCall};
 
 use super::App;
 use super::access::Caller;
@@ -21,7 +21,7 @@ use super::fields;
 use super::models::described;
 use super::openapi::Schemas;
 use super::probability::{self, Probabilities};
-use super::protocol::{Framing, Parsed, Protocol, destination, read_json};
+use super::protocol::{Framing, Parsed, Place, Protocol, destination, read_json};
 use super::reply::{self, Frames, Head, Reply};
 use crate::models::Description;
 
@@ -51,6 +51,18 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         let parse = if CHAT { request::parse_chat } else { request::parse_generate };
         parse(body, |keep_alive| Self { keep_alive, ..Self::default() })
+    }
+
+    /// As Ollama does, refuses a request for reasoning that the model cannot have.
+    fn resolve(&mut self, at: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {
+        let asks = |request: &Request| request.prompt.is_none() && request.reasoning == Some(true);
+        let text = &at.admission.engine.info().text;
+        if requests.iter().any(asks) && !text.can_be_told_to_reason() {
+            let model = &at.admission.model;
+            let message = format!("think: `{model}` does not support thinking; leave it out");
+            return Err(ApiError::unsupported("think", message));
+        }
+        Ok(())
     }
 
     fn keeps_model(&self) -> Option<Option<Duration>> {
@@ -250,8 +262,8 @@ fn details(described: &Description) -> Value {
     })
 }
 
-/// `POST /api/show`: facts about one model, which need not be loaded. Whether it can reason is known while it
-/// is.
+/// `POST /api/show`: facts about one model, which need not be loaded. Whether it can reason, and has no tools, is
+/// known while it is.
 pub async fn show(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -263,8 +275,11 @@ pub async fn show(
     let index = destination(&app, &caller, &headers, name)?.index();
     let described = described(&app).await?.1.swap_remove(index);
     let info = described.engine.as_ref().map(|engine| engine.info());
-    let mut capabilities = vec!["completion", "tools"];
-    if info.is_some_and(|info| info.text.supports_reasoning()) {
+    let mut capabilities = vec!["completion"];
+    if info.is_none_or(|info| info.text.supports_tools()) {
+        capabilities.push("tools");
+    }
+    if info.is_some_and(|info| info.text.can_be_told_to_reason()) {
         capabilities.push("thinking");
     }
     let of_files = described.facts.as_ref().and_then(|facts| facts.context);

@@ -10,7 +10,7 @@ use steersman_engine::request::{Message, Penalties, RawPrompt, Request};
 
 use crate::api::error::ApiError;
 use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{Format, KeepAliveBody, Texts, Tool};
+use crate::api::openapi::shapes::{EffortWord, Format, KeepAliveBody, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
@@ -51,7 +51,7 @@ struct Body {
 #[serde(untagged)]
 enum Think {
     Flag(bool),
-    Effort(Effort),
+    Effort(#[schemars(with = "EffortWord")] Effort),
 }
 
 /// How long the model stays loaded after a request; `Some(None)` without a limit, `None` if the request does not say.
@@ -181,7 +181,8 @@ pub fn parse_generate<P>(
             return Ok(Some(Request { prompt, ..Request::default() }));
         }
         let user = Message { role: "user".into(), content: prompt, ..Message::default() };
-        let messages = params::with_system(&body.system.take().unwrap_or_default(), &[user]);
+        let system = body.system.take().unwrap_or_default();
+        let messages = params::with_instructions(&system, vec![user]);
         Ok(Some(Request { messages, ..Request::default() }))
     })
 }
@@ -240,10 +241,10 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
     options.retain(|name, _| !ignored(name));
     let sampling = Sampling::take("options", &mut options)?;
     let options: Options = json::typed("options", &Value::Object(options))?;
-    let (reasoning, reasoning_budget) = match body.think {
+    let (reasoning, effort) = match body.think {
         None => (None, None),
         Some(Think::Flag(think)) => (Some(think), None),
-        Some(Think::Effort(effort)) => (Some(effort.reasons()), effort.budget()),
+        Some(Think::Effort(effort)) => (Some(effort.reasons()), Some(effort)),
     };
     let response_format = match body.format.unwrap_or_default() {
         Value::Null => None,
@@ -266,7 +267,8 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
         logprobs: probability::logprobs(wants_logprobs, body.top_logprobs, "\"logprobs\": true")?,
         response_format,
         reasoning,
-        reasoning_budget,
+        effort,
+        reasoning_budget: effort.and_then(Effort::budget),
         sampling: sampling.check()?,
         seed: options.seed,
         stop: params::stops("stop", options.stop)?,

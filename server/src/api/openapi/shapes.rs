@@ -2,10 +2,26 @@
 
 #![expect(dead_code, reason = "only their schemas are used")]
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value};
+use steersman_engine::request::Effort;
+
+/// [`Effort`], whose type is the engine's.
+pub struct EffortWord;
+
+impl JsonSchema for EffortWord {
+    fn schema_name() -> Cow<'static, str> {
+        "Effort".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let words = Effort::ALL.map(Effort::word);
+        json_schema!({"description": "Levels of reasoning.", "type": "string", "enum": words})
+    }
+}
 
 /// One text, or several.
 #[derive(JsonSchema)]

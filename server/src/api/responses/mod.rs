@@ -81,7 +81,7 @@ impl Protocol for Responses {
         }
         self.store = store.filter(|_| self.stores);
         for request in requests {
-            request.messages = params::with_system(&self.instructions, &self.messages);
+            request.messages = params::with_instructions(&self.instructions, self.messages.clone());
         }
         Ok(())
     }

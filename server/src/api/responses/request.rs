@@ -11,7 +11,7 @@ use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall};
 use super::Responses;
 use crate::api::error::ApiError;
 use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{Function, Structure, TextOrItems};
+use crate::api::openapi::shapes::{EffortWord, Function, Structure, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
@@ -69,6 +69,7 @@ struct Body {
 #[derive(Deserialize, JsonSchema)]
 #[schemars(rename = "ResponseReasoning")]
 struct Reasoning {
+    #[schemars(with = "Option<EffortWord>")]
     effort: Option<Effort>,
     summary: Option<String>,
     generate_summary: Option<String>,
@@ -209,6 +210,7 @@ impl Body {
             tools,
             response_format,
             reasoning: effort.map(Effort::reasons),
+            effort,
             reasoning_budget: effort.and_then(Effort::budget),
             sampling: sampling.check()?,
             logprobs,
