@@ -42,6 +42,10 @@ pub(super) enum Part {
     Users,
     /// Messages of the assistant in a row.
     Assistants,
+    /// Messages of the assistant.
+    Assistant,
+    /// A message of the assistant after all others.
+    LastOfAssistant,
     /// A message of the assistant before all of the user.
     Opening,
     /// No message of the user.
@@ -63,6 +67,8 @@ impl Part {
             Self::Late => "system messages after the first turn",
             Self::Users => "messages of the user in a row",
             Self::Assistants => "messages of the assistant in a row",
+            Self::Assistant => "messages of the assistant",
+            Self::LastOfAssistant => "a message of the assistant at the end",
             Self::Opening => "a message of the assistant before those of the user",
             Self::NoUser => "a conversation without a message of the user",
             Self::Calls => "calls and results of tools",
@@ -159,7 +165,7 @@ impl Shape {
         let messages = self.systems(messages, &mut notes)?;
         let messages = self.calls(messages, &mut notes)?;
         let messages = self.turns(messages)?;
-        if messages.last().is_some_and(|last| is_assistant(last) && last.tool_calls.is_empty()) {
+        if messages.last().is_some_and(is_assistant) {
             let note = "the conversation ends with a message of the assistant; the reply does not continue it, \
                         it is the next message";
             notes.push(note.into());
@@ -248,7 +254,7 @@ impl Shape {
                 _ => "system",
             };
             let message = Message { role: role.into(), ..message.clone() };
-            if self.late_is_user && is_between {
+            if is_between {
                 after_results.push(message);
             } else {
                 written.push(message);
@@ -321,10 +327,15 @@ impl Shape {
     /// Joins neighbours, and adds the empty messages that a template needs between others.
     fn turns(&self, messages: Vec<Message>) -> Result<Vec<Message>> {
         let mut written: Vec<Message> = Vec::with_capacity(messages.len() + 1);
-        if messages.iter().any(is_user) {
-            self.check(Part::User)?;
-        } else if !messages.is_empty() {
+        self.check(Part::User)?;
+        if !messages.iter().any(is_user) {
             self.check(Part::NoUser)?;
+        }
+        if messages.iter().any(is_assistant) {
+            self.check(Part::Assistant)?;
+        }
+        if messages.last().is_some_and(is_assistant) {
+            self.check(Part::LastOfAssistant)?;
         }
         let mut has_turn = false;
         for message in messages {

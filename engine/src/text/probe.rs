@@ -252,6 +252,12 @@ impl Renderer<'_> {
             |s| s.joins_users = true,
             &[vec![user(0), user(1)], vec![user(0), assistant(1), user(2), user(3)]],
         );
+        for (part, conversation) in [
+            (Part::Assistant, vec![user(0), assistant(1), user(2)]),
+            (Part::LastOfAssistant, vec![user(0), assistant(1)]),
+        ] {
+            settle(&mut shape, part, |_| {}, &[conversation]);
+        }
         settle(
             &mut shape,
             Part::Assistants,
@@ -396,6 +402,8 @@ impl Renderer<'_> {
             let texts = arguments.chain([message.content.as_str()]);
             let mut ends = Vec::new();
             for text in texts.filter(|text| !text.is_empty()) {
+                // The results of calls that are split stand between them.
+                let from = if shape.splits_calls { 0 } else { from };
                 let Some(at) = prompt.find(text).filter(|at| *at >= from) else { return false };
                 ends.push(at + text.len());
             }
