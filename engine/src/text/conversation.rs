@@ -188,7 +188,7 @@ impl Shape {
         }
         if self.arguments_are_text {
             for (i, call) in message.tool_calls.iter().enumerate() {
-                let arguments = Value::Object(call.function.arguments.clone()).to_string();
+                let arguments = call.function.arguments.to_json();
                 value["tool_calls"][i]["function"]["arguments"] = arguments.into();
             }
         }

@@ -483,7 +483,7 @@ fn assistant(word: usize) -> Message {
 fn call(content: &str, arguments: &[usize]) -> Message {
     let call = |argument: &usize| {
         let arguments = Map::from_iter([("q".to_string(), ARGUMENTS[*argument].into())]);
-        let function = FunctionCall { name: TOOL.into(), arguments };
+        let function = FunctionCall { name: TOOL.into(), arguments: arguments.into() };
         ToolCall { id: id(*argument), kind: "function".into(), function }
     };
     Message {

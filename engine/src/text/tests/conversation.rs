@@ -49,7 +49,7 @@ fn message(role: &str, content: &str) -> Message {
 
 fn call_of(id: &str, argument: &str) -> ToolCall {
     let arguments = Map::from_iter([("q".to_string(), argument.into())]);
-    let function = FunctionCall { name: "zqfind".into(), arguments };
+    let function = FunctionCall { name: "zqfind".into(), arguments: arguments.into() };
     ToolCall { id: id.into(), kind: "function".into(), function }
 }
 
