@@ -2,13 +2,16 @@
 //!
 //! The oldest are deleted first. Losing one costs a client its `previous_response_id` only, so a file
 //! that cannot be read is one that does not exist. A response that is not stored says so to its client.
+//!
+//! The system's clock may jump, and may be wrong when a machine has just started. So ages are those of the clock that
+//! moves least, and a response is deleted for its age only after it has been too old for [`CONFIRM`] of running time.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -16,6 +19,9 @@ use serde_json::Value;
 use steersman_engine::request::Message;
 use steersman_files::FileName;
 use tempfile::NamedTempFile;
+
+/// Running time between the first time that a response is found too old and its deletion.
+const CONFIRM: Duration = Duration::from_secs(3600);
 
 /// A stored response.
 #[derive(Debug, Serialize, Deserialize)]
@@ -38,6 +44,10 @@ pub struct ResponseStore {
     lifetime: Duration,
     /// The oldest first, by their ids.
     files: Mutex<BTreeSet<(SystemTime, FileName, u64)>>,
+    /// Since when each response that is too old was found so.
+    expired: Mutex<BTreeMap<FileName, Instant>>,
+    /// Both clocks when the folder was opened.
+    opened: (SystemTime, Instant),
     /// Responses that could not be stored.
     failures: AtomicU64,
 }
@@ -52,8 +62,15 @@ impl ResponseStore {
             Some((metadata.modified().ok()?, id, metadata.len()))
         };
         let files = fs::read_dir(folder).into_iter().flatten().filter_map(entry).collect();
-        let (folder, files, failures) = (folder.into(), Mutex::new(files), AtomicU64::new(0));
-        let store = Self { folder, limit_bytes, lifetime, files, failures };
+        let store = Self {
+            folder: folder.into(),
+            limit_bytes,
+            lifetime,
+            files: Mutex::new(files),
+            expired: Mutex::default(),
+            opened: (SystemTime::now(), Instant::now()),
+            failures: AtomicU64::new(0),
+        };
         store.evict();
         store
     }
@@ -85,7 +102,11 @@ impl ResponseStore {
     pub fn get(&self, id: &str) -> Option<Stored> {
         self.evict();
         let id = FileName::new(id).ok()?;
-        self.files.lock().iter().find(|(_, known, _)| *known == id)?;
+        let now = self.now();
+        let is_kept = |(time, known, _): &&(SystemTime, FileName, u64)| {
+            *known == id && !self.is_too_old(*time, now)
+        };
+        self.files.lock().iter().find(is_kept)?;
         // Whatever is there now: not one that grew, nor a pipe.
         let text = steersman_files::read(&self.path(&id), self.limit_bytes).ok()?;
         serde_json::from_slice(&text).ok()
@@ -117,19 +138,45 @@ impl ResponseStore {
         Ok(bytes.len() as u64)
     }
 
+    /// The time of the system's clock, but no later than when it has moved as this process has run.
+    fn now(&self) -> SystemTime {
+        let (opened, running) = self.opened;
+        SystemTime::now().min(opened + running.elapsed())
+    }
+
+    fn is_too_old(&self, stored: SystemTime, now: SystemTime) -> bool {
+        now.duration_since(stored).unwrap_or_default() > self.lifetime
+    }
+
     /// Deletes responses that are too old, and the oldest while there are too many bytes.
     fn evict(&self) {
-        let mut files = self.files.lock();
+        self.evict_at(self.now(), Instant::now());
+    }
+
+    /// [`Self::evict`] at a time of the system's clock and one of the running time.
+    fn evict_at(&self, now: SystemTime, running: Instant) {
+        let (mut files, mut expired) = (self.files.lock(), self.expired.lock());
+        let found_before = std::mem::take(&mut *expired);
         let mut bytes: u64 = files.iter().map(|(_, _, bytes)| bytes).sum();
-        while let Some((time, id, size)) = files.first() {
-            let age = time.elapsed().unwrap_or_default();
-            if age <= self.lifetime && bytes <= self.limit_bytes {
+        let mut gone = Vec::new();
+        for file in files.iter() {
+            let (time, id, size) = file;
+            let is_too_old = self.is_too_old(*time, now);
+            let since = found_before.get(id).copied().unwrap_or(running);
+            let is_confirmed = is_too_old && running.duration_since(since) >= CONFIRM;
+            if is_confirmed || bytes > self.limit_bytes {
+                bytes -= size;
+                gone.push(file.clone());
+            } else if is_too_old {
+                expired.insert(id.clone(), since);
+            } else {
                 break;
             }
-            bytes -= size;
+        }
+        for file in gone {
             // A file that is gone already needs no space.
-            let _ = fs::remove_file(self.path(id));
-            files.pop_first();
+            let _ = fs::remove_file(self.path(&file.1));
+            files.remove(&file);
         }
     }
 
@@ -168,8 +215,10 @@ mod tests {
         assert!(store.get("resp_3").is_some() && store.get("resp_2").is_none());
         let store = ResponseStore::open(&folder, 1000, Duration::ZERO);
         assert!(store.get("resp_3").is_none());
+        store.evict_at(SystemTime::now(), Instant::now() + CONFIRM);
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     }
+
     /// Fault A12: a stored response that had become a pipe kept a worker of the server for ever.
     #[cfg(unix)]
     #[test]
@@ -186,5 +235,27 @@ mod tests {
             assert!(store.get(id).is_none(), "{id}");
             assert!(store.delete(id), "{id}");
         }
+    }
+
+    /// Attacks, section 5: a clock that jumped 31 days forward deleted all stored responses for good.
+    #[test]
+    fn a_clock_that_jumps_deletes_no_stored_response() {
+        let folder = tempfile::tempdir().unwrap();
+        let day = Duration::from_secs(86_400);
+        let store = ResponseStore::open(folder.path(), 1 << 20, 30 * day);
+        store.put("resp_1", &stored("one")).unwrap();
+        let (now, running) = (SystemTime::now(), Instant::now());
+        let wrong = now + 31 * day;
+        // For less than the time of confirmation, and again after the clock was right.
+        store.evict_at(wrong, running);
+        store.evict_at(wrong, running + CONFIRM / 2);
+        store.evict_at(now, running + CONFIRM);
+        store.evict_at(wrong, running + CONFIRM);
+        store.evict_at(wrong, running + CONFIRM + CONFIRM / 2);
+        assert_eq!(store.get("resp_1").unwrap().response, "one");
+        // What stays too old is deleted.
+        store.evict_at(wrong, running + 2 * CONFIRM);
+        assert!(store.get("resp_1").is_none());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }
