@@ -124,7 +124,13 @@ impl Keys {
                 );
             }
         };
-        serde_json::from_slice(&text).with_context(|| {
+        let read = || -> Result<Self> {
+            let keys: Self = serde_json::from_slice(&text)?;
+            // No command writes such a file: revoked keys stay listed.
+            ensure!(!keys.keys.is_empty(), "the list of keys is empty");
+            Ok(keys)
+        };
+        read().with_context(|| {
             let path = path.display();
             format!(
                 "reading the keys in {path}: restore the file, or delete it and create new keys"

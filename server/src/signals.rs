@@ -5,6 +5,7 @@
 //! | SIGINT, SIGTERM | the server stops; while models are loaded, the process ends at once with status 0 |
 //! | SIGHUP | the configuration is read again; ignored without one |
 //! | SIGUSR1, SIGUSR2 | ignored |
+//! | SIGXFSZ | ignored: a write beyond a limit on the size of files (`ulimit -f`) is an error, as on a full disk |
 //! | SIGQUIT | the default of the system: the process ends at once, with a core dump where these are on |
 
 #[cfg(unix)]
@@ -12,6 +13,10 @@ use anyhow::Context;
 use anyhow::Result;
 #[cfg(unix)]
 use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// SIGXFSZ, which tokio does not name: its number on macOS, and on Linux with x86-64 and aarch64.
+#[cfg(unix)]
+const FILE_SIZE_EXCEEDED: std::ffi::c_int = 25;
 
 /// The signals from now on.
 pub struct Signals {
@@ -44,7 +49,8 @@ impl Signals {
     pub fn install() -> Result<Self> {
         let on = |kind| signal(kind).context("installing handlers of signals");
         for (name, kind) in
-            [("SIGUSR1", SignalKind::user_defined1()), ("SIGUSR2", SignalKind::user_defined2())]
+            [("SIGUSR1", SignalKind::user_defined1()), ("SIGUSR2", SignalKind::user_defined2()),
+             ("SIGXFSZ", SignalKind::from_raw(FILE_SIZE_EXCEEDED))]
         {
             let mut signals = on(kind)?;
             tokio::spawn(async move {

@@ -84,10 +84,17 @@ impl Origins {
                 return Err(ApiError::host_not_allowed(name));
             }
         }
-        let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
+        let mut origins = headers.get_all(header::ORIGIN).iter();
+        let Some(origin) = origins.next() else { return Ok(()) };
+        if origins.next().is_some() {
+            let message = "Origin: must occur once";
+            return Err(ApiError::invalid("invalid_origin", "Origin", message));
+        }
         let origin = origin.to_str().unwrap_or("?");
+        // The server has no TLS, but a proxy before it may.
         let of_this_server = host.is_some_and(|host| {
-            origin.split_once("://").is_some_and(|(_, name)| name.eq_ignore_ascii_case(host))
+            let of_page = origin.strip_prefix("http://").or(origin.strip_prefix("https://"));
+            of_page.is_some_and(|name| name.eq_ignore_ascii_case(host))
         });
         if of_this_server || self.allows_all() || self.cors.iter().any(|known| known == origin) {
             return Ok(());
@@ -98,6 +105,10 @@ impl Origins {
     fn accepts_host(&self, host: &str) -> bool {
         let Some(hosts) = &self.hosts else { return true };
         let Ok(authority) = host.parse::<Authority>() else { return false };
+        // `evil.com@127.0.0.1`: no client sends a user's name here.
+        if host.contains('@') {
+            return false;
+        }
         let name = authority.host().to_lowercase();
         let name = name.trim_end_matches('.');
         let bare = name.trim_start_matches('[').trim_end_matches(']');
@@ -165,6 +176,8 @@ mod tests {
             "",
             "a b",
             "?",
+            "evil.com@127.0.0.1",
+            "evil.com@localhost:11436",
         ] {
             assert!(!accepts(&config, host), "{host}");
         }

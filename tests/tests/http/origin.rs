@@ -39,6 +39,26 @@ async fn code(app: &Router, request: axum::http::Request<Body>) -> (u16, Value) 
     (status, reply["error"]["code"].clone())
 }
 
+/// Attacks, section 5: the first of two origins decided, and `evil.com@127.0.0.1` was this machine.
+#[tokio::test]
+async fn ambiguous_hosts_and_origins_are_refused() {
+    let (app, _) = app(answer);
+    let own = [("host", "localhost:1"), ("origin", "http://localhost:1")];
+    let of = |headers: &[(&str, &str)]| request("GET", "/v1/models", headers);
+    assert_eq!(send(&app, of(&own)).await.status(), StatusCode::OK);
+    // A proxy with TLS before this server keeps the host.
+    let proxied = [("host", "localhost:1"), ("origin", "https://localhost:1")];
+    assert_eq!(send(&app, of(&proxied)).await.status(), StatusCode::OK);
+    for (headers, status, expected) in [
+        ([own[0], own[1], ("origin", "http://evil.com")], 400, "invalid_origin"),
+        ([own[0], ("origin", "http://evil.com"), own[1]], 400, "invalid_origin"),
+        ([own[0], ("origin", "ftp://localhost:1"), ("x", "y")], 403, "origin_not_allowed"),
+        ([("host", "evil.com@127.0.0.1"), ("x", "y"), ("y", "y")], 403, "host_not_allowed"),
+    ] {
+        assert_eq!(code(&app, of(&headers)).await, (status, json!(expected)), "{headers:?}");
+    }
+}
+
 /// Before, a page that bound its name to 127.0.0.1 could use every route.
 #[tokio::test]
 async fn foreign_hosts_and_origins_are_refused_on_all_routes() {
