@@ -133,8 +133,13 @@ impl Engine {
     /// # Errors
     /// [`RequestError::Field`] if one is not in the vocabulary.
     pub fn detokenize(&self, field: &'static str, tokens: &[u32]) -> Result<String> {
-        self.0.info.text.known(field, tokens)?;
-        Ok(self.0.info.text.decode_all(tokens))
+        let text = &self.0.info.text;
+        if let Some(token) = text.unknown_token(tokens) {
+            let size = text.vocab_size();
+            let problem = format!("token {token} is not one of the model's {size} tokens");
+            return Err(RequestError::Field { field, problem }.into());
+        }
+        Ok(text.decode_all(tokens))
     }
 
     /// Whether the prompt of `request` is rendered for reasoning, unless a policy decides otherwise.
@@ -147,10 +152,11 @@ impl Engine {
     ///
     /// # Errors
     /// At once: [`RequestError::PromptBytes`] if the request has too much text;
+    /// [`RequestError::UnknownBias`] if it biases a token that the model does not have;
     /// [`RequestError::QueueFull`] if the queue is full; [`Error::Stopped`](crate::Error::Stopped) if
     /// the engine thread ends or has ended.
     pub fn submit(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
-        self.check_bytes(&request)?;
+        self.check(&request)?;
         self.0.queue.add(request)
     }
 
@@ -162,8 +168,21 @@ impl Engine {
     /// # Errors
     /// As [`Engine::submit`].
     pub fn submit_all(&self, body: Vec<Choices>) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
-        body.iter().try_for_each(|choices| self.check_bytes(&choices.request))?;
+        body.iter().try_for_each(|choices| self.check(&choices.request))?;
         self.0.queue.add_all(body)
+    }
+
+    /// Checks what [`Engine::submit`] checks at once.
+    ///
+    /// # Errors
+    /// [`RequestError::PromptBytes`] and [`RequestError::UnknownBias`].
+    pub fn check(&self, request: &Request) -> Result<()> {
+        self.check_bytes(request)?;
+        let size = self.0.info.text.vocab_size();
+        match request.biases.iter().find(|bias| bias.token as usize >= size) {
+            Some(bias) => Err(RequestError::UnknownBias { token: bias.token, size }.into()),
+            None => Ok(()),
+        }
     }
 
     fn check_bytes(&self, request: &Request) -> Result<()> {

@@ -109,8 +109,19 @@ pub enum RequestError {
         limit: u64,
     },
     /// The model's chat template rejects the conversation.
-    #[error("the chat template rejects these messages: {0}")]
+    #[error("the chat template rejects the conversation: {0}")]
     Template(String),
+    /// The prompt has no tokens.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// A prompt of token ids has one that the model does not have.
+    #[error("token {token} of the prompt is not one of the model's {size} tokens")]
+    UnknownToken {
+        /// The id.
+        token: u32,
+        /// The number of tokens of the model.
+        size: usize,
+    },
     /// The tokenizer cannot encode a text.
     #[error("the model's tokenizer cannot encode this text: {0}")]
     Tokenizer(String),
@@ -143,6 +154,14 @@ pub enum RequestError {
         route: String,
         /// Why not.
         problem: String,
+    },
+    /// The client adds to the logit of a token that the model does not have.
+    #[error("logit_bias.{token}: the model has {size} tokens, with the ids from 0 on")]
+    UnknownBias {
+        /// The id.
+        token: u32,
+        /// The number of tokens of the model.
+        size: usize,
     },
     /// A field is invalid.
     #[error("{field}: {problem}")]

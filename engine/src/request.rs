@@ -549,10 +549,12 @@ pub struct Logprob {
 }
 
 /// The embedding that a request asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Embedding {
     /// Number of its first dimensions to keep; `None` for all.
     pub dimensions: Option<u32>,
+    /// Whether a prompt that is too long is cut, with a note, instead of refused.
+    pub truncates: bool,
 }
 
 /// A token of the prompt.

@@ -300,6 +300,13 @@ impl Preparer {
                 prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
         }
         notes.extend(written);
+        if job.request.embedding.is_some_and(|embedding| embedding.truncates) {
+            let limit = self.longest_prompt(limits);
+            let tokens = prompt.len();
+            if self.text.truncate(&mut prompt, limit)? {
+                notes.push(format!("the text was cut: it has {tokens} tokens, {limit} fit"));
+            }
+        }
         self.check_length(&prompt, &job.request.profile, limits)?;
         job.check(STAGE)?;
         // A prompt that runs for the first choice is saved by that.
@@ -403,11 +410,16 @@ impl Preparer {
         Ok((self.text.encode_rendered(&prompt)?, prompt.take_notes()))
     }
 
+    /// Most tokens of a prompt.
+    fn longest_prompt(&self, limits: ProfileLimits) -> usize {
+        let of_profile = (limits.prompt_tokens > 0).then_some(limits.prompt_tokens);
+        of_profile.map_or(self.context - 1, |limit| limit.min(self.context - 1))
+    }
+
     fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {
         let tokens = prompt.len();
         if tokens == 0 {
-            let problem = "the prompt is empty".into();
-            return Err(RequestError::Template(problem).into());
+            return Err(RequestError::EmptyPrompt.into());
         }
         let limit = limits.prompt_tokens;
         if limit > 0 && tokens > limit {

@@ -297,13 +297,13 @@ impl Text {
     /// tokens to text, as where models are trained on plain text.
     ///
     /// # Errors
-    /// As [`Text::encode`]; [`RequestError::Field`] if a token is not one of the model's.
+    /// As [`Text::encode`]; [`RequestError::UnknownToken`] if a token is not one of the model's.
     pub fn raw_prompt(&self, prompt: &RawPrompt) -> Result<Vec<u32>> {
         match prompt {
             RawPrompt::Text(text) => self.embedded(self.tokenizer.encode_document(text)?),
             RawPrompt::Tokens(tokens) => {
-                self.known("prompt", tokens)?;
-                Ok(tokens.clone())
+                let Some(token) = self.unknown_token(tokens) else { return Ok(tokens.clone()) };
+                Err(RequestError::UnknownToken { token, size: self.vocab_size() }.into())
             }
             RawPrompt::Infill { prefix, suffix } => self.embedded(self.infill(prefix, suffix)?),
         }
@@ -327,15 +327,22 @@ impl Text {
         Ok(tokens)
     }
 
-    /// Checks that `tokens`, which the client sent as `field`, are ids of the vocabulary.
+    /// Cuts `tokens` of a prompt that no template renders to `limit`; returns whether it did. The tokens that the
+    /// tokenizer puts at the end of every text, such as the one whose hidden state is an embedding, stay there.
     ///
     /// # Errors
-    /// [`RequestError::Field`] names the first that is not.
-    pub fn known(&self, field: &'static str, tokens: &[u32]) -> Result<()> {
-        let size = self.vocab_size();
-        let Some(id) = tokens.iter().find(|id| **id as usize >= size) else { return Ok(()) };
-        let problem = format!("token {id} is not one of the model's {size} tokens");
-        Err(RequestError::Field { field, problem }.into())
+    /// As [`Text::encode`].
+    pub fn truncate(&self, tokens: &mut Vec<u32>, limit: usize) -> Result<bool> {
+        if tokens.len() <= limit {
+            return Ok(false);
+        }
+        cut(tokens, &self.tokenizer.encode_document("")?, limit);
+        Ok(true)
+    }
+
+    /// The first of `tokens` that is no id of the vocabulary.
+    pub fn unknown_token(&self, tokens: &[u32]) -> Option<u32> {
+        tokens.iter().copied().find(|id| *id as usize >= self.vocab_size())
     }
 
     /// Tokens of injected text, which continues other text. Never contains a special token or a
@@ -527,4 +534,11 @@ impl Rendered {
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
+}
+
+/// Cuts `tokens`, which are more than `limit`, in front of the tokens that end `empty`, the tokens of an empty text.
+fn cut(tokens: &mut Vec<u32>, empty: &[u32], limit: usize) {
+    let pairs = tokens.iter().rev().zip(empty.iter().rev());
+    let end = pairs.take_while(|(token, own)| token == own).count().min(limit);
+    tokens.drain(limit - end..tokens.len() - end);
 }

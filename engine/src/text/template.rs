@@ -344,14 +344,14 @@ mod tests {
 
     #[test]
     fn templates_change_no_value() {
-        let error = "the chat template rejects these messages: access to attribute";
+        let error = "the chat template rejects the conversation: access to attribute";
         check("{{ v.b.append(1) }}", &format!("{error} 'append' of 'list' object is unsafe."));
         check("{{ v.a.update(v.a) }}", &format!("{error} 'update' of 'dict' object is unsafe."));
     }
 
     #[test]
     fn raise_exception_reports_the_message_of_the_template() {
-        let error = "the chat template rejects these messages: No system role, please.";
+        let error = "the chat template rejects the conversation: No system role, please.";
         check("{{ raise_exception('No system role, please.') }}", error);
     }
 

@@ -5,14 +5,15 @@
 
 use std::sync::Arc;
 
-use axum::Json;
-use axum::extract::{Query, State};
+use axum::extract::State;
+use axum::{Extension, Json};
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize};
 
 use super::App;
 use super::error::ApiError;
+use super::query::Query;
 
 /// Body of the response.
 #[derive(Serialize, JsonSchema)]
@@ -83,24 +84,17 @@ struct StoreCountsBody {
     loaded_bytes: u64,
 }
 
-/// Query parameters.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CacheQuery {
-    model: Option<String>,
-}
-
 /// The current report of the first model, or of `?model=NAME`.
 pub async fn get(
     State(app): State<Arc<App>>,
-    Query(query): Query<CacheQuery>,
+    Extension(query): Extension<Query>,
 ) -> Result<Json<CacheBody>, ApiError> {
-    let engine = match &query.model {
+    let engine = match query.get("model") {
         None => Some(app.models.first()),
         Some(name) => app.models.named(name).and_then(|index| app.models.engine(index)),
     };
     let engine = engine.ok_or_else(|| {
-        let name = query.model.unwrap_or_default();
+        let name = query.get("model").unwrap_or_default();
         ApiError::model_not_found(format!(
             "there is no model `{name}` here, or it is not loaded; see GET /v1/models"
         ))

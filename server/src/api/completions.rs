@@ -141,7 +141,8 @@ impl Body {
             echoes: requests.iter().map(|_| Echo::default()).collect(),
             logprobs: vec![TextLogprobs::default(); choices * requests.len()],
         };
-        Ok(Call { protocol, requests, choices, notes: Vec::new() })
+        let (tool_fields, notes) = (Vec::new(), Vec::new());
+        Ok(Call { protocol, requests, choices, tool_fields, notes })
     }
 }
 
@@ -202,6 +203,11 @@ pub fn prompts(name: &str, prompt: Value, most: usize) -> Result<Vec<RawPrompt>,
     }
 }
 
+/// The field of prompt `index` of `count` in the field `name`.
+pub fn place_of(name: &str, index: usize, count: usize) -> String {
+    if count > 1 { format!("{name}[{index}]") } else { name.into() }
+}
+
 impl Protocol for Completions {
     const ID: &'static str = "cmpl-";
 
@@ -211,6 +217,10 @@ impl Protocol for Completions {
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         parse(body)
+    }
+
+    fn prompt_field(&self, index: usize) -> String {
+        place_of("prompt", index / self.choices, self.echoes.len())
     }
 
     fn resolve(&mut self, place: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {

@@ -5,9 +5,9 @@ use base64::prelude::BASE64_STANDARD;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Embedding, Request};
+use steersman_engine::request::{Embedding, RawPrompt, Request};
 
-use super::completions::prompts;
+use super::completions::{place_of, prompts};
 use super::error::ApiError;
 use super::openapi::Schemas;
 use super::openapi::shapes::Prompts;
@@ -21,6 +21,8 @@ pub const TEXTS: usize = 256;
 /// The state of one response.
 #[derive(Debug)]
 pub struct Embeddings {
+    /// Number of texts.
+    texts: usize,
     /// Whether each embedding is written as base64 of its f32, little endian.
     is_base64: bool,
 }
@@ -47,21 +49,32 @@ impl Body {
                 return Err(ApiError::value("encoding_format", message));
             }
         };
-        if self.dimensions == Some(0) {
-            let message = "dimensions: must be at least 1";
-            return Err(ApiError::value("dimensions", message));
-        }
-        let embedding = Some(Embedding { dimensions: self.dimensions });
+        let embedding = Embedding { dimensions: dimensions(self.dimensions)?, truncates: false };
         let texts = prompts("input", self.input.unwrap_or_default(), TEXTS)?;
-        let request = |prompt| Request {
-            prompt: Some(prompt),
-            embedding,
-            max_tokens: Some(0),
-            ..Request::default()
-        };
-        let requests = texts.into_iter().map(request).collect();
-        Ok(Call { protocol: Embeddings { is_base64 }, requests, choices: 1, notes: Vec::new() })
+        let requests: Vec<_> = texts.into_iter().map(|text| request(text, embedding)).collect();
+        Ok(Call::of_texts(Embeddings { texts: requests.len(), is_base64 }, requests))
     }
+}
+
+/// The request for the embedding of `prompt`.
+pub fn request(prompt: RawPrompt, embedding: Embedding) -> Request {
+    Request {
+        prompt: Some(prompt),
+        embedding: Some(embedding),
+        max_tokens: Some(0),
+        ..Request::default()
+    }
+}
+
+/// The field `dimensions`, checked.
+///
+/// # Errors
+/// 400 if it is 0.
+pub fn dimensions(count: Option<u32>) -> Result<Option<u32>, ApiError> {
+    if count == Some(0) {
+        return Err(ApiError::value("dimensions", "dimensions: must be at least 1"));
+    }
+    Ok(count)
 }
 
 impl Protocol for Embeddings {
@@ -76,6 +89,10 @@ impl Protocol for Embeddings {
         fields::check(fields::EMBEDDINGS, &fields)?;
         let mut body: Body = json::typed_body(fields)?;
         Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
+    }
+
+    fn prompt_field(&self, index: usize) -> String {
+        place_of("input", index, self.texts)
     }
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {

@@ -25,6 +25,13 @@ const TOO_LONG: &str = "context_length_exceeded";
 /// `type` of errors that the client can fix.
 const INVALID: &str = "invalid_request_error";
 
+/// Most bytes of a message and of a path: both quote what the client sent.
+const MESSAGE_BYTES: usize = 4096;
+const PARAM_BYTES: usize = 512;
+
+/// The schema of a tool, as the engine names it in errors.
+const TOOL_SCHEMA: &str = "function.parameters";
+
 /// An error for the client.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
@@ -40,6 +47,8 @@ pub struct ApiError {
     pub message: String,
     /// `request_id`: that of the HTTP request; empty if there is none.
     pub request_id: String,
+    /// Whether it is about the prompt of a request, which each protocol sends in another field.
+    pub is_about_prompt: bool,
 }
 
 impl ApiError {
@@ -313,9 +322,37 @@ impl ApiError {
         param: impl Into<String>,
         message: impl Into<String>,
     ) -> Self {
-        let param = Some(param.into()).filter(|param| !param.is_empty());
-        let (message, request_id) = (message.into(), String::new());
-        Self { status, kind, code, param, message, request_id }
+        let param = Some(cut(param.into(), PARAM_BYTES)).filter(|param| !param.is_empty());
+        let (message, request_id) = (cut(message.into(), MESSAGE_BYTES), String::new());
+        Self { status, kind, code, param, message, request_id, is_about_prompt: false }
+    }
+
+    /// An error about the prompt of a request; [`Self::in_fields`] names its field.
+    fn about_prompt(code: &'static str, message: String) -> Self {
+        Self { is_about_prompt: true, ..Self::invalid(code, "", message) }
+    }
+
+    /// This error of the engine with the names of the client's fields: `prompt` has the prompt, and `tools` have
+    /// the schemas of the request's tools.
+    #[must_use]
+    pub fn in_fields(mut self, prompt: &str, tools: &[String]) -> Self {
+        if self.is_about_prompt {
+            self.param = Some(prompt.into());
+        }
+        let Some(path) = &self.param else { return self };
+        let found = tools.iter().enumerate().find_map(|(index, field)| {
+            let own = format!("tools[{index}].{TOOL_SCHEMA}");
+            let rest = path.strip_prefix(&own)?;
+            rest.is_empty().then_some(()).or_else(|| rest.starts_with(['.', '[']).then_some(()))?;
+            Some((own, format!("{field}{rest}"), field))
+        });
+        if let Some((own, param, field)) = found {
+            if let Some(rest) = self.message.strip_prefix(&own) {
+                self.message = format!("{field}{rest}");
+            }
+            self.param = Some(param);
+        }
+        self
     }
 
     /// The JSON body in OpenAI's format; a failing stream ends with it.
@@ -390,6 +427,15 @@ impl ApiError {
     }
 }
 
+/// `text`, cut to so many bytes.
+fn cut(mut text: String, most: usize) -> String {
+    if text.len() > most {
+        text.truncate(text.floor_char_boundary(most));
+        text.push('…');
+    }
+    text
+}
+
 /// A format of errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
@@ -455,7 +501,7 @@ impl From<Error> for ApiError {
         match &error {
             Error::Request(problem) => match problem {
                 RequestError::ContextTooLong { .. } | RequestError::PromptTooLong { .. } => {
-                    Self::invalid(TOO_LONG, "messages", message)
+                    Self::about_prompt(TOO_LONG, message)
                 }
                 RequestError::QueueFull { .. } => {
                     let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
@@ -465,16 +511,19 @@ impl From<Error> for ApiError {
                     let status = StatusCode::GATEWAY_TIMEOUT;
                     Self::new(status, "server_error", "deadline_exceeded", "", message)
                 }
-                RequestError::PromptBytes { .. } => {
-                    Self::invalid("prompt_too_large", "messages", message)
-                }
+                RequestError::PromptBytes { .. } => Self::about_prompt("prompt_too_large", message),
                 RequestError::Memory { .. } => {
                     let status = StatusCode::SERVICE_UNAVAILABLE;
                     Self::new(status, "server_error", "out_of_memory", "", message)
                 }
                 RequestError::Cancelled => Self::invalid("cancelled", "", message),
-                RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
-                RequestError::Tokenizer(_) => Self::value("messages", message),
+                RequestError::Template(_) => Self::about_prompt("invalid_messages", message),
+                RequestError::EmptyPrompt
+                | RequestError::UnknownToken { .. }
+                | RequestError::Tokenizer(_) => Self::about_prompt("invalid_value", message),
+                RequestError::UnknownBias { token, .. } => {
+                    Self::value(format!("logit_bias.{token}"), message)
+                }
                 RequestError::Structure { path, .. } => {
                     Self::invalid("unsupported_structure", path.clone(), message)
                 }

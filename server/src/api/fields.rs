@@ -259,6 +259,20 @@ pub const OLLAMA_GENERATE: &[Field] = &[
     ("top_logprobs", Read),
 ];
 
+/// The fields of the body of `POST /api/embed`.
+pub const OLLAMA_EMBED: &[Field] = &[
+    ("model", Read),
+    ("input", Read),
+    ("truncate", Read),
+    ("dimensions", Read),
+    ("options", Read),
+    ("keep_alive", Read),
+];
+
+/// The fields of the body of `POST /api/embeddings`.
+pub const OLLAMA_EMBEDDINGS: &[Field] =
+    &[("model", Read), ("prompt", Read), ("options", Read), ("keep_alive", Read)];
+
 /// The fields of `options` in Ollama's bodies.
 pub const OLLAMA_OPTIONS: &[Field] = &[
     ("temperature", Read),
@@ -306,6 +320,8 @@ const TABLES: &[&[Field]] = &[
     RERANK,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
     OLLAMA_OPTIONS,
 ];
 
@@ -346,10 +362,14 @@ pub fn check(fields: &[Field], body: &Map<String, Value>) -> Result<(), ApiError
     Ok(())
 }
 
+/// The values of a [`Rule::Only`].
+pub fn neutral_values(neutral: &str) -> Vec<Value> {
+    serde_json::from_str(neutral).expect("the table contains JSON lists: checked by a test")
+}
+
 /// Whether `value` is null or one of `neutral`; numbers are compared by value (0 equals 0.0).
 fn is_neutral(value: &Value, neutral: &str) -> bool {
-    let neutral: Vec<Value> =
-        serde_json::from_str(neutral).expect("the table contains JSON lists: checked by a test");
+    let neutral = neutral_values(neutral);
     let equal = |other: &Value| match (value.as_f64(), other.as_f64()) {
         (Some(value), Some(other)) => value == other,
         _ => value == other,

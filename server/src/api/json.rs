@@ -8,6 +8,7 @@ use serde_ignored::Path;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::typed::Typed;
 
 /// Maximum number of JSON values in a body. A value takes up to a hundred bytes of memory, but only
 /// two of the body; a long conversation has some thousands.
@@ -92,7 +93,7 @@ fn check_unknown<T: DeserializeOwned>(
     let mut track = serde_path_to_error::Track::new();
     let mut unknown = None;
     let body = serde_ignored::deserialize(
-        serde_path_to_error::Deserializer::new(value, &mut track),
+        serde_path_to_error::Deserializer::new(Typed(value), &mut track),
         |path| {
             if is_error(&path) && find(value, &path).is_some_and(|value| !value.is_null()) {
                 unknown.get_or_insert_with(|| join(at, &written(&path)));
@@ -113,8 +114,20 @@ fn check_unknown<T: DeserializeOwned>(
     }
 }
 
+/// As [`typed`], for what must be an object: a type with variants would accept a list.
+///
+/// # Errors
+/// As [`typed`].
+pub fn typed_object<T: DeserializeOwned>(path: &str, value: &Value) -> Result<T, ApiError> {
+    if !value.is_object() {
+        let message = format!("{path}: must be an object");
+        return Err(ApiError::invalid("invalid_type", path, message));
+    }
+    typed(path, value)
+}
+
 /// The path of `field` of what stands at `at`.
-fn join(at: &str, field: &str) -> String {
+pub fn join(at: &str, field: &str) -> String {
     match (at, field) {
         ("", field) => field.into(),
         (at, "") => at.into(),

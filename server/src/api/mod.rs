@@ -27,6 +27,7 @@ mod probability;
 mod profiles;
 pub mod protocol;
 mod pull;
+mod query;
 mod reply;
 mod requests;
 mod rerank;
@@ -36,6 +37,7 @@ mod sampling;
 mod structure;
 mod tokens;
 mod trace;
+mod typed;
 mod unknown;
 
 use std::collections::BTreeMap;
@@ -64,7 +66,7 @@ use self::completions::Completions;
 use self::embeddings::Embeddings;
 use self::error::{ApiError, Dialect};
 use self::metrics::Metrics;
-use self::ollama::Ollama;
+use self::ollama::{Embed, Ollama};
 use self::origin::Origins;
 use self::profiles::Profiles;
 use self::protocol::handle;
@@ -174,6 +176,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .nest("/v1", clients)
         .route("/api/chat", post(handle::<Ollama<true>>))
         .route("/api/generate", post(handle::<Ollama<false>>))
+        .route("/api/embed", post(handle::<Embed<true>>))
+        .route("/api/embeddings", post(handle::<Embed<false>>))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))
@@ -202,6 +206,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .method_not_allowed_fallback(async |request: Request| {
             ApiError::method_not_allowed(request.method().as_str(), request.uri().path())
         });
+    router = router.layer(middleware::from_fn(query::check));
     if app.origins.has_cors() {
         router = router.layer(app.origins.cors_layer());
     }

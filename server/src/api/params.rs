@@ -77,13 +77,7 @@ pub fn stops(name: &str, stop: Option<Value>) -> Result<Vec<String>, ApiError> {
     let stops: Vec<String> = match stop {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(stop)) => vec![stop],
-        Some(list @ Value::Array(_)) => {
-            serde_path_to_error::deserialize(list).map_err(|error| {
-                let path = format!("{name}{}", error.path());
-                let message = format!("{path}: {}", error.inner());
-                ApiError::invalid("invalid_type", path, message)
-            })?
-        }
+        Some(list @ Value::Array(_)) => super::json::typed(name, &list)?,
         Some(_) => {
             let message = format!("{name}: must be a string or a list of strings");
             return Err(ApiError::invalid("invalid_type", name, message));
@@ -157,28 +151,33 @@ pub fn tool(name: &str, mut tool: Map<String, Value>, parameters: &str) -> Value
     serde_json::json!({"type": "function", "function": function})
 }
 
-/// The note on a tool that only its vendor's servers can run.
+/// The note on a tool that is no function.
 pub fn tool_left_out(path: &str, kind: &str) -> String {
-    format!("{path}: left out, because tools of type `{kind}` run at their vendor only")
+    format!(
+        "{path}: left out, because the model is offered functions only, and this tool is of type `{kind}`; if \
+         the client runs it, offer it as a function"
+    )
 }
 
-/// Whether `tools[i]`, which is of type `kind`, is a function; otherwise it is left out, with a note.
+/// The field of the schema of `tools[i]`, and the tool, if it is a function; others, of type `kind`, are left out,
+/// with a note.
 ///
 /// # Errors
 /// 400 if a function has no name.
 pub fn function(
     i: usize,
     kind: &str,
-    tool: &Map<String, Value>,
+    tool: Map<String, Value>,
     notes: &mut Vec<String>,
-) -> Result<bool, ApiError> {
+) -> Result<Option<(String, Value)>, ApiError> {
+    let path = format!("tools[{i}]");
     if kind != "function" {
-        notes.push(tool_left_out(&format!("tools[{i}]"), kind));
-        return Ok(false);
+        notes.push(tool_left_out(&path, kind));
+        return Ok(None);
     }
     let function = tool.get("function").and_then(Value::as_object);
-    tool_name(&format!("tools[{i}].function"), function.unwrap_or(&Map::new()))?;
-    Ok(true)
+    tool_name(&format!("{path}.function"), function.unwrap_or(&Map::new()))?;
+    Ok(Some((format!("{path}.function.parameters"), tool.into())))
 }
 
 /// The name of a tool.

@@ -267,6 +267,7 @@ fn internal(error: impl Display) -> ApiError {
         param: None,
         message: "the server failed; its log has the details".into(),
         request_id: String::new(),
+        is_about_prompt: false,
     }
 }
 

@@ -311,8 +311,10 @@ fn biases(biases: Map<String, Value>) -> Result<Vec<TokenBias>, ApiError> {
     }
     let bias = |(token, bias): (String, Value)| {
         let path = format!("logit_bias.{token}");
-        let Ok(token) = token.parse() else {
-            let message = format!("{path}: must be the id of a token");
+        // Otherwise "5", "05" and "+5" were three fields for one token.
+        let id = token.parse().ok().filter(|id: &u32| id.to_string() == token);
+        let Some(token) = id else {
+            let message = format!("{path}: must be the id of a token, in decimal digits");
             return Err(ApiError::value(path, message));
         };
         match bias.as_f64() {

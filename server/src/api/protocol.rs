@@ -91,6 +91,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
         Ok(())
     }
 
+    /// The field of the body that has the prompt of reply `index`.
+    fn prompt_field(&self, index: usize) -> String;
+
     /// How long the model stays loaded after the request; `Some(None)` without a limit, `None` if the request does not say.
     fn keeps_model(&self) -> Option<Option<Duration>> {
         None
@@ -140,8 +143,18 @@ pub struct Call<P> {
     pub requests: Vec<Request>,
     /// Choices of each request, at least 1. They are numbered request by request.
     pub choices: usize,
+    /// The fields of the body that have the schemas of the client's tools, in the order of the requests' tools.
+    pub tool_fields: Vec<String>,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
+}
+
+impl<P> Call<P> {
+    /// Asks for the embeddings of texts.
+    pub fn of_texts(protocol: P, requests: Vec<Request>) -> Self {
+        let (tool_fields, notes) = (Vec::new(), Vec::new());
+        Self { protocol, requests, choices: 1, tool_fields, notes }
+    }
 }
 
 /// Where an admitted body goes.
@@ -173,7 +186,7 @@ pub async fn handle<P: Protocol>(
     let (stream, call, destination, named) = read.map_err(|error| log.failed(error))?;
     let seen = app.access.seen_by_policies(&caller, &destination.profile, &headers);
     let seen = policy::Caller { key: seen.key, headers: seen.headers, ..named };
-    let Call { mut protocol, mut requests, choices, mut notes } = call;
+    let Call { mut protocol, mut requests, choices, tool_fields, mut notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
     let (index, keep_alive) = (destination.index(), protocol.keeps_model());
@@ -200,8 +213,16 @@ pub async fn handle<P: Protocol>(
         let toolbox = app.mcp.offer(&admission, request, &mut notes).await;
         toolboxes.push(toolbox.map(Arc::new));
     }
+    // An error of request `index`, with the names of the client's fields.
+    let named = |index: usize, error: ApiError, protocol: &P| {
+        error.in_fields(&protocol.prompt_field(index * choices), &tool_fields)
+    };
+    for (index, request) in requests.iter().enumerate() {
+        let checked = admission.engine.check(request);
+        checked.map_err(|error| log.failed(named(index, error.into(), &protocol)))?;
+    }
     let requests = check_lengths(&app, &admission, requests).await;
-    let requests = requests.map_err(|error| log.failed(error))?;
+    let requests = requests.map_err(|(index, error)| log.failed(named(index, error, &protocol)))?;
     let running_limit = app.access.running_limit(&admission.profile);
     let complete = |request: Request| Request {
         profile: admission.profile.clone(),
@@ -227,6 +248,7 @@ pub async fn handle<P: Protocol>(
         model: admission.model,
         profile: admission.profile,
         choices,
+        tool_fields,
         notes,
         ..Head::default()
     };
@@ -333,29 +355,33 @@ async fn read<P: Protocol>(
 }
 
 /// Refuses prompts that do not fit into the context at once, not when their turn comes. Only texts that
-/// are likely too long are tokenized here, and again in their turn.
+/// are likely too long are tokenized here, and again in their turn. An error has the number of its request.
 async fn check_lengths(
     app: &App,
     admission: &Admission,
     requests: Vec<Request>,
-) -> Result<Vec<Request>, ApiError> {
+) -> Result<Vec<Request>, (usize, ApiError)> {
     let limit = admission.engine.info().context.saturating_sub(1);
-    let is_long = move |request: &Request| request.text_bytes() / BYTES_PER_TOKEN > limit;
+    let is_long = move |request: &Request| {
+        let is_cut = request.embedding.is_some_and(|embedding| embedding.truncates);
+        !is_cut && request.text_bytes() / BYTES_PER_TOKEN > limit
+    };
     if !requests.iter().any(is_long) {
         return Ok(requests);
     }
     let engine = admission.engine.clone();
     let check = move || {
-        for request in requests.iter().filter(|request| is_long(request)) {
-            let tokens = engine.tokenize(request)?.len();
+        for (index, request) in requests.iter().enumerate().filter(|(_, request)| is_long(request))
+        {
+            let failed = |error: Error| (index, error.into());
+            let tokens = engine.tokenize(request).map_err(failed)?.len();
             if tokens > limit {
-                let error = RequestError::ContextTooLong { tokens, limit };
-                return Err(ApiError::from(Error::Request(error)));
+                return Err(failed(RequestError::ContextTooLong { tokens, limit }.into()));
             }
         }
         Ok(requests)
     };
-    app.bodies.work(check).await?
+    app.bodies.work(check).await.map_err(|error| (0, error))?
 }
 
 /// Reads a JSON body of `content_type`, or of any if there is none.

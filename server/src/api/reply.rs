@@ -72,19 +72,12 @@ impl Source {
 
 /// Why a request has no further events.
 pub enum Failure {
+    /// The engine failed at a reply.
+    Reply(usize, Error),
     /// The engine failed, or the deadline is over.
     Engine(Error),
     /// The server stops.
     Shutdown,
-}
-
-impl From<Failure> for ApiError {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::Engine(error) => error.into(),
-            Failure::Shutdown => Self::stopping(),
-        }
-    }
 }
 
 impl Events {
@@ -121,7 +114,7 @@ impl Events {
             biased;
             (index, progress) = received => match progress {
                 None => Err(Failure::Engine(Error::Stopped)),
-                Some(Progress::Event(Event::Failed(error))) => Err(Failure::Engine(error)),
+                Some(Progress::Event(Event::Failed(error))) => Err(Failure::Reply(index, error)),
                 Some(progress) => {
                     self.started = true;
                     self.ended[index] = matches!(progress, Progress::Event(Event::Finished(_)));
@@ -151,6 +144,8 @@ pub struct Head {
     pub profile: String,
     /// Choices of each request: as many replies in a row have one prompt.
     pub choices: usize,
+    /// The fields of the body that have the schemas of the client's tools.
+    pub tool_fields: Vec<String>,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
     /// Digest over weights and policies; empty until the engine starts the first request.
@@ -448,7 +443,17 @@ impl<P: Protocol> Run<P> {
                     continue;
                 }
             };
-            let next = next.map_err(|failure| self.log.failed(failure))?;
+            let next = next.map_err(|failure| {
+                let error = match failure {
+                    Failure::Reply(index, error) => {
+                        let prompt = self.protocol.prompt_field(index);
+                        ApiError::from(error).in_fields(&prompt, &self.head.tool_fields)
+                    }
+                    Failure::Engine(error) => error.into(),
+                    Failure::Shutdown => ApiError::stopping(),
+                };
+                self.log.failed(error)
+            })?;
             let Some((index, progress)) = next else { return Ok(None) };
             let event = match progress {
                 Progress::Event(event) => event,

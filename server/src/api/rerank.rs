@@ -6,9 +6,9 @@
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Embedding, RawPrompt, Request};
+use steersman_engine::request::{Embedding, RawPrompt};
 
-use super::embeddings::TEXTS;
+use super::embeddings::{self, TEXTS};
 use super::error::ApiError;
 use super::openapi::Schemas;
 use super::protocol::{Call, Parsed, Protocol};
@@ -57,15 +57,10 @@ impl Body {
         let documents = documents.into_iter().enumerate().map(|(i, value)| text(i, value));
         let documents = documents.collect::<Result<Vec<_>, _>>()?;
         let returned = self.return_documents.unwrap_or(false).then(|| documents.clone());
-        let request = |text| Request {
-            prompt: Some(RawPrompt::Text(text)),
-            embedding: Some(Embedding { dimensions: None }),
-            max_tokens: Some(0),
-            ..Request::default()
-        };
+        let request = |text| embeddings::request(RawPrompt::Text(text), Embedding::default());
         let requests = std::iter::once(query).chain(documents).map(request).collect();
         let protocol = Rerank { top_n: self.top_n.unwrap_or(usize::MAX), documents: returned };
-        Ok(Call { protocol, requests, choices: 1, notes: Vec::new() })
+        Ok(Call::of_texts(protocol, requests))
     }
 }
 
@@ -99,6 +94,11 @@ impl Protocol for Rerank {
         fields::check(fields::RERANK, &fields)?;
         let mut body: Body = json::typed_body(fields)?;
         Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
+    }
+
+    fn prompt_field(&self, index: usize) -> String {
+        // The first text is the query.
+        index.checked_sub(1).map_or("query".into(), |index| format!("documents[{index}]"))
     }
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {

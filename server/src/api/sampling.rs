@@ -17,7 +17,7 @@ pub struct Sampling {
     /// 0 is greedy.
     #[schemars(range(min = 0.0, max = 2.0))]
     temperature: Option<f32>,
-    /// Above 0.
+    /// 0 keeps the likeliest token.
     #[schemars(range(min = 0.0, max = 1.0))]
     top_p: Option<f32>,
     /// 0 and -1 keep all tokens.
@@ -25,6 +25,9 @@ pub struct Sampling {
     top_k: Option<i64>,
     #[schemars(range(min = 0.0, max = 1.0))]
     min_p: Option<f32>,
+    /// The field of the body that has these; empty if that is the body itself.
+    #[serde(skip)]
+    at: String,
 }
 
 impl Sampling {
@@ -34,7 +37,8 @@ impl Sampling {
     /// # Errors
     /// 400 naming the field.
     pub fn take(at: &str, fields: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        json::typed(at, &Value::Object(fields::take(fields, &FIELDS)))
+        let sampling = json::typed(at, &Value::Object(fields::take(fields, &FIELDS)))?;
+        Ok(Self { at: at.into(), ..sampling })
     }
 
     /// The parameters, checked. -1 and 0 for `top_k` keep all tokens.
@@ -42,35 +46,38 @@ impl Sampling {
     /// # Errors
     /// 400 naming the field.
     pub fn check(self) -> Result<SamplingPatch, ApiError> {
-        let Self { temperature, top_p, top_k, min_p } = self;
+        let Self { temperature, top_p, top_k, min_p, at } = self;
+        let named = |name: &str| json::join(&at, name);
         let top_k = top_k.map(|top_k| match top_k {
             -1 => Ok(0),
             top_k => u32::try_from(top_k).map_err(|_| {
-                let message = format!("top_k: is {top_k}, must be at least 1, or 0 or -1 for all");
-                ApiError::value("top_k", message)
+                let name = named("top_k");
+                let message = format!("{name}: is {top_k}, must be at least 1, or 0 or -1 for all");
+                ApiError::value(name, message)
             }),
         });
         Ok(SamplingPatch {
-            temperature: within("temperature", temperature, "from 0 to 2", |t| {
-                (0.0..=2.0).contains(&t)
-            })?,
-            top_p: within("top_p", top_p, "above 0, at most 1", |p| p > 0.0 && p <= 1.0)?,
+            temperature: within(named("temperature"), temperature, 2.0, "from 0 to 2")?,
+            // The smallest set of at least no probability: one token.
+            top_p: within(named("top_p"), top_p, 1.0, "0 or above, at most 1")?
+                .map(|p| p.max(f32::MIN_POSITIVE)),
             top_k: top_k.transpose()?,
-            min_p: within("min_p", min_p, "from 0 to 1", |p| (0.0..=1.0).contains(&p))?,
+            min_p: within(named("min_p"), min_p, 1.0, "from 0 to 1")?,
         })
     }
 }
 
-/// Checks that `value` is in `range`.
+/// Checks that `value` is from 0 to `most`, the range in words.
 fn within(
-    name: &str,
+    name: String,
     value: Option<f32>,
+    most: f32,
     range: &str,
-    contains: impl Fn(f32) -> bool,
 ) -> Result<Option<f32>, ApiError> {
     match value {
-        Some(value) if !contains(value) => {
-            Err(ApiError::value(name, format!("{name}: is {value}, must be {range}")))
+        Some(value) if !(0.0..=most).contains(&value) => {
+            let message = format!("{name}: is {value}, must be {range}");
+            Err(ApiError::value(name, message))
         }
         value => Ok(value),
     }

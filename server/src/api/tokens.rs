@@ -14,6 +14,7 @@ use super::App;
 use super::access::{Admission, Caller};
 use super::chat::Chat;
 use super::error::ApiError;
+use super::json;
 use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
 
 /// The client's name of the model, and the rest of a body.
@@ -22,6 +23,8 @@ type Named<T> = (Option<String>, T);
 /// The text that `POST /tokenize` gets.
 struct Tokenize {
     request: Request,
+    /// The field that has it.
+    field: &'static str,
     /// Whether the answer has the text of each token.
     with_pieces: bool,
 }
@@ -34,10 +37,12 @@ pub async fn tokenize(
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
+    let field = call.field;
     app.mcp.offer(&admission, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
         let engine = &admission.engine;
-        let tokens = engine.tokenize(&call.request)?;
+        let tokens = engine.tokenize(&call.request);
+        let tokens = tokens.map_err(|error| ApiError::from(error).in_fields(field, &[]))?;
         let mut reply = json!({
             "count": tokens.len(),
             "max_model_len": engine.info().context,
@@ -56,21 +61,25 @@ pub async fn tokenize(
 fn parse_tokenize(mut fields: Map<String, Value>) -> Result<Named<Tokenize>, ApiError> {
     let mut with_pieces = false;
     for name in ["return_token_strs", "with_pieces"] {
-        with_pieces |= fields.shift_remove(name).is_some_and(|value| value == true);
+        let wish: Option<bool> = json::typed(name, &fields.shift_remove(name).unwrap_or_default())?;
+        with_pieces |= wish == Some(true);
     }
     if fields.contains_key("messages") {
         let (model, request) = parse_chat(fields)?;
-        return Ok((model, Tokenize { request, with_pieces }));
+        return Ok((model, Tokenize { request, field: "messages", with_pieces }));
     }
     let model = model(&mut fields)?;
-    let text = fields.shift_remove("prompt").or(fields.shift_remove("content"));
-    let Some(Value::String(text)) = text else {
+    let named = ["prompt", "content"].into_iter().find_map(|field| {
+        let value = fields.shift_remove(field).filter(|value| !value.is_null());
+        value.map(|value| (field, value))
+    });
+    let Some((field, Value::String(text))) = named else {
         let message = "prompt: must be a string; or send messages";
         return Err(ApiError::missing("prompt", message));
     };
     end(&fields)?;
     let request = Request { prompt: Some(RawPrompt::Text(text)), ..Request::default() };
-    Ok((model, Tokenize { request, with_pieces }))
+    Ok((model, Tokenize { request, field, with_pieces }))
 }
 
 /// `POST /detokenize`: the text of `tokens`, with special tokens.
@@ -89,11 +98,7 @@ fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, A
     let model = model(&mut fields)?;
     let tokens = fields.shift_remove("tokens").unwrap_or_default();
     end(&fields)?;
-    let tokens = serde_path_to_error::deserialize(tokens).map_err(|error| {
-        let path = format!("tokens{}", error.path().to_string().trim_start_matches('.'));
-        ApiError::invalid("invalid_type", &path, format!("{path}: {}", error.inner()))
-    })?;
-    Ok((model, tokens))
+    Ok((model, json::typed("tokens", &tokens)?))
 }
 
 /// `POST /apply-template`: the prompt of a chat request as text, before policies change it.
@@ -105,7 +110,8 @@ pub async fn apply_template(
 ) -> Result<Json<Value>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
     app.mcp.offer(&admission, &mut request, &mut Vec::new()).await;
-    let prompt = app.bodies.work(move || admission.engine.render(&request)).await??;
+    let prompt = app.bodies.work(move || admission.engine.render(&request)).await?;
+    let prompt = prompt.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
     Ok(Json(json!({"prompt": prompt})))
 }
 

@@ -38,7 +38,7 @@ async fn each_text_has_an_embedding() {
         let requests = seen.requests.lock().unwrap().clone();
         let got: Vec<_> = requests.iter().filter_map(|request| request.prompt.clone()).collect();
         assert_eq!(got, prompts);
-        let whole = Some(Embedding { dimensions: None });
+        let whole = Some(Embedding::default());
         assert!(requests.iter().all(|r| r.embedding == whole && r.max_tokens == Some(0)));
         assert_eq!((&reply["object"], &reply["model"]), (&json!("list"), &json!("owner/tiny")));
         let data = reply["data"].as_array().unwrap();
@@ -60,7 +60,7 @@ async fn dimensions_and_format_are_the_clients_choice() {
     assert_eq!(status, StatusCode::OK, "{reply}");
     // 0.6 and -0.8 as little-endian f32.
     assert_eq!(reply["data"][0]["embedding"], "mpkZP83MTL8=");
-    assert_eq!(seen.last().embedding, Some(Embedding { dimensions: Some(16) }));
+    assert_eq!(seen.last().embedding, Some(Embedding { dimensions: Some(16), truncates: false }));
 }
 
 #[tokio::test]

@@ -24,12 +24,15 @@ mod on_demand;
 mod openapi;
 mod operations;
 mod origin;
+mod prompt_fields;
 mod pull;
+mod queries;
 mod refusal;
 mod reply;
 mod request;
 mod rerank;
 mod responses;
+mod round_trip;
 mod structure;
 mod tolerance;
 

@@ -3,7 +3,8 @@
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
 use steersman_engine::request::{
-    Event, FinishReason, Form, FunctionCall, Logprob, Penalties, RawPrompt, TokenLogprob, ToolCall,
+    Embedding, Event, FinishReason, Form, FunctionCall, Logprob, Penalties, RawPrompt,
+    TokenLogprob, ToolCall,
 };
 
 use crate::*;
@@ -283,11 +284,106 @@ async fn errors_have_ollamas_format_and_name_the_field() {
         ("/api/chat", chat(json!({"options": {"repeat_last_n": -2}})), 400, "repeat_last_n"),
         ("/api/chat", chat(json!({"options": {"presence_penalty": 3}})), 400, "presence_penalty"),
         ("/api/generate", json!({"prompt": "a", "images": ["x"]}), 400, "`images`"),
-        ("/api/embed", json!({}), 404, "no route"),
+        ("/api/push", json!({}), 404, "no route"),
     ] {
         let (got, reply) = lines(&app, path, &body).await;
         assert_eq!(got.as_u16(), status, "{body} {reply:?}");
         let message = reply[0]["error"].as_str().unwrap();
         assert!(message.contains(words), "`{words}` is not in `{message}`");
+    }
+}
+
+fn embedding() -> Vec<Act> {
+    vec![Say(Event::Embedding(vec![0.6, -0.8])), finished(FinishReason::Length)]
+}
+
+/// F25: both routes were 404.
+#[tokio::test]
+async fn texts_have_embeddings() {
+    let (app, seen) = app(embedding);
+    let body = json!({"model": "owner/tiny", "input": ["a", "b"], "dimensions": 2, "truncate": false,
+                      "options": {"num_ctx": 64, "temperature": 0.5}, "keep_alive": "5m"});
+    let (status, reply) = lines(&app, "/api/embed", &body).await;
+    assert_eq!(status, StatusCode::OK, "{reply:?}");
+    let reply = &reply[0];
+    let vectors: Vec<Vec<f32>> = serde_json::from_value(reply["embeddings"].clone()).unwrap();
+    assert_eq!(vectors, [[0.6, -0.8], [0.6, -0.8]]);
+    assert_eq!((&reply["model"], &reply["prompt_eval_count"]), (&json!("owner/tiny"), &json!(40)));
+    assert!(reply["total_duration"].as_u64().unwrap() > 0);
+    let request = seen.last();
+    let wish = Embedding { dimensions: Some(2), truncates: false };
+    assert_eq!(
+        (request.embedding, request.prompt),
+        (Some(wish), Some(RawPrompt::Text("b".into())))
+    );
+    let (_, reply) = lines(&app, "/api/embed", &json!({"input": "a"})).await;
+    assert_eq!(reply[0]["embeddings"].as_array().unwrap().len(), 1);
+    let wish = Embedding { dimensions: None, truncates: true };
+    assert_eq!(seen.last().embedding, Some(wish));
+
+    let body = json!({"prompt": "a", "options": {}, "keep_alive": 300});
+    let (status, reply) = lines(&app, "/api/embeddings", &body).await;
+    assert_eq!(status, StatusCode::OK, "{reply:?}");
+    let vector: Vec<f32> = serde_json::from_value(reply[0]["embedding"].clone()).unwrap();
+    assert_eq!(vector, [0.6, -0.8]);
+
+    // Without a text, the model is only loaded.
+    seen.requests.lock().unwrap().clear();
+    for body in [json!({}), json!({"input": ""}), json!({"input": []}), json!({"keep_alive": 0})] {
+        let (status, reply) = lines(&app, "/api/embed", &body).await;
+        assert_eq!((status, &reply[0]["embeddings"]), (StatusCode::OK, &json!([])), "{reply:?}");
+    }
+    let (_, reply) = lines(&app, "/api/embeddings", &json!({"prompt": ""})).await;
+    assert_eq!(reply[0]["embedding"], json!([]));
+    assert!(seen.requests.lock().unwrap().is_empty());
+
+    for (path, body, words) in [
+        ("/api/embed", json!({"input": 3}), "input: must be"),
+        ("/api/embed", json!({"input": ["a", 3]}), "input[1]: is 3, expected a string"),
+        ("/api/embed", json!({"input": vec!["a"; 257]}), "input: 257 texts"),
+        ("/api/embed", json!({"input": "a", "dimensions": 0}), "dimensions: must be at least 1"),
+        ("/api/embed", json!({"input": "a", "truncate": "no"}), "truncate: is \"no\""),
+        ("/api/embed", json!({"input": "a", "options": {"top_p": 2}}), "options.top_p"),
+        ("/api/embed", json!({"input": "a", "options": {"colour": 2}}), "`colour`"),
+        ("/api/embed", json!({"input": "a", "prompt": "a"}), "`prompt`"),
+        ("/api/embeddings", json!({"prompt": "a", "truncate": true}), "`truncate`"),
+        ("/api/embeddings", json!({"prompt": ["a"]}), "prompt: is a list, expected a string"),
+        ("/api/embeddings", json!({"prompt": "a", "keep_alive": "soon"}), "keep_alive"),
+    ] {
+        let (status, reply) = lines(&app, path, &body).await;
+        let message = reply[0]["error"].as_str().unwrap();
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{body}");
+        assert!(message.contains(words), "{body}: {message}");
+    }
+}
+
+/// F25: `raw` with `system` dropped the system text, as `suffix` did; `think: "true"` was refused in the words of a
+/// library. `num_predict: 0`, which is no limit in Ollama, was refused.
+#[tokio::test]
+async fn fields_that_contradict_each_other_are_refused_by_name() {
+    let (app, seen) = app(answer);
+    for (body, words) in [
+        (json!({"prompt": "a", "raw": true, "system": "s"}), "system: a prompt with `raw`"),
+        (json!({"prompt": "a", "suffix": "b", "system": "s"}), "system: a prompt with a `suffix`"),
+        (json!({"prompt": "a", "think": "true"}), "think: is \"true\", expected"),
+        (json!({"prompt": "a", "think": 1}), "true or false without quotes"),
+        (json!({"prompt": "a", "options": {"num_predict": -5}}), "options.num_predict"),
+        (json!({"prompt": "a", "options": {"repeat_last_n": -2}}), "options.repeat_last_n"),
+    ] {
+        let (status, reply) = lines(&app, "/api/generate", &body).await;
+        let message = reply[0]["error"].as_str().unwrap_or_default();
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{body}: {reply:?}");
+        assert!(message.contains(words), "{body}: {message}");
+    }
+    for (body, think) in [
+        (json!({"prompt": "a", "raw": true, "system": ""}), None),
+        (json!({"prompt": "a", "think": "low"}), Some(true)),
+        (json!({"prompt": "a", "think": "high"}), Some(true)),
+        (json!({"prompt": "a", "think": false}), Some(false)),
+        (json!({"prompt": "a", "options": {"num_predict": 0}}), None),
+    ] {
+        let (status, reply) = lines(&app, "/api/generate", &body).await;
+        assert_eq!(status, StatusCode::OK, "{body}: {reply:?}");
+        assert_eq!((seen.last().reasoning, seen.last().max_tokens), (think, None), "{body}");
     }
 }

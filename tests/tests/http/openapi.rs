@@ -174,6 +174,8 @@ async fn the_page_and_the_description_need_no_key() {
     let page = send(&app, get("/docs")).await;
     let policy = page.headers()[header::CONTENT_SECURITY_POLICY].to_str().unwrap().to_string();
     assert!(policy.contains("default-src 'none'") && policy.contains("connect-src 'self'"));
+    // Before, scripts of anybody could run, and any page could show this one in a frame.
+    assert!(policy.contains("frame-ancestors 'none'") && !policy.contains("unsafe"), "{policy}");
     let page = String::from_utf8(bytes(page).await.to_vec()).unwrap();
     // Nothing of another host, which the policy would refuse, too.
     assert!(!page.contains("http://") && !page.contains("https://"), "{page}");

@@ -118,7 +118,7 @@ async fn invalid_values_are_rejected_by_path() {
         ),
         (json!({"temperature": 2.5}), "invalid_value", "temperature", "from 0 to 2"),
         (json!({"temperature": "hot"}), "invalid_type", "temperature", "temperature"),
-        (json!({"top_p": 0}), "invalid_value", "top_p", "above 0"),
+        (json!({"top_p": -0.1}), "invalid_value", "top_p", "0 or above"),
         (json!({"top_p": 1.1}), "invalid_value", "top_p", "at most 1"),
         (json!({"min_p": -0.1}), "invalid_value", "min_p", "from 0 to 1"),
         (json!({"top_k": -2}), "invalid_value", "top_k", "at least 1"),
@@ -324,5 +324,32 @@ async fn a_refusal_by_a_policy_reaches_the_client_in_its_dialect() {
         let response = send(&app, request).await;
         assert_eq!(response.status().as_u16(), status);
         assert_eq!(json_of(response).await["error"]["type"], of_anthropic);
+    }
+}
+
+/// F23: the bias of an id that the model does not have was ignored, and `+5` was taken for 5.
+#[tokio::test]
+async fn a_bias_of_a_token_that_does_not_exist_is_refused() {
+    let (app, seen) = app(answer);
+    let size = steersman_tests::bundled_text().vocab_size();
+    let last = (size - 1).to_string();
+    let biases = json!({"logit_bias": {"0": -100, last: 100.0}});
+    assert_eq!(chat(&app, body(biases)).await.0, StatusCode::OK);
+    assert_eq!(seen.last().biases.len(), 2);
+    let many: serde_json::Map<_, _> = (0..1025).map(|id| (id.to_string(), json!(1))).collect();
+    for (biases, param) in [
+        (json!({size.to_string(): 1}), format!("logit_bias.{size}")),
+        (json!({"5": 1, "4294967295": 0}), "logit_bias.4294967295".into()),
+        (json!({"+5": 1}), "logit_bias.+5".into()),
+        (json!({"05": 1}), "logit_bias.05".into()),
+        (json!({"-1": 1}), "logit_bias.-1".into()),
+        (json!({"": 1}), "logit_bias.".into()),
+        (json!({"5": 100.5}), "logit_bias.5".into()),
+        (json!({"5": -101}), "logit_bias.5".into()),
+        (json!({"5": "1"}), "logit_bias.5".into()),
+        (Value::Object(many), "logit_bias".into()),
+    ] {
+        let body = body(json!({"logit_bias": biases}));
+        rejected(&app, body, 400, "invalid_value", &param, "logit_bias").await;
     }
 }

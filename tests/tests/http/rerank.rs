@@ -51,7 +51,7 @@ async fn documents_are_ranked_by_cosine_similarity() {
         assert_eq!(reply["usage"], json!({"prompt_tokens": tokens, "total_tokens": tokens}));
         let requests = seen.requests.lock().unwrap().clone();
         assert_eq!(requests.len(), 6);
-        let whole = Some(Embedding { dimensions: None });
+        let whole = Some(Embedding::default());
         assert!(requests.iter().all(|r| r.embedding == whole && r.max_tokens == Some(0)));
     }
     let mut body = body;

@@ -582,3 +582,49 @@ async fn call_that_a_limit_cuts_off_is_incomplete() {
     assert_eq!((&call["name"], &call["arguments"]), (&json!("weather"), &json!("{\"town\":")));
     assert!(events.iter().all(|e| e["type"] != "response.function_call_arguments.done"));
 }
+
+/// F19: in a response that a limit cut off, the item that was cut had the status `completed`, in its stream, too.
+#[tokio::test]
+async fn the_item_that_a_limit_cuts_is_incomplete() {
+    fn cut(part: Event) -> Vec<Act> {
+        let mut acts = call_in_pieces(FinishReason::Length);
+        acts.drain(3..);
+        acts.extend([Say(part), finished(FinishReason::Length)]);
+        acts
+    }
+    for (script, kinds) in [
+        ((|| cut(Event::Answer("a".into()))) as fn() -> Vec<Act>, ["completed", "incomplete"]),
+        (|| cut(Event::Reasoning("a".into())), ["completed", "incomplete"]),
+        (
+            || {
+                let mut acts = vec![Say(Event::Answer("a".into()))];
+                acts.extend(cut_call());
+                acts
+            },
+            ["completed", "incomplete"],
+        ),
+        // A call that is whole stays one, whatever ends the reply after it.
+        (
+            || {
+                let mut acts = vec![Say(Event::Answer("a".into()))];
+                acts.extend(call_in_pieces(FinishReason::Length).drain(..3));
+                acts.push(finished(FinishReason::Length));
+                acts
+            },
+            ["completed", "completed"],
+        ),
+    ] {
+        let (app, _) = app(script);
+        let (_, whole) = create(&app, json!({"input": "Hi"})).await;
+        let events = events(&app, json!({"input": "Hi", "stream": true})).await;
+        let last = &events.last().unwrap()["response"];
+        let done = events.iter().filter(|event| event["type"] == "response.output_item.done");
+        let done: Vec<_> = done.map(|event| event["item"]["status"].clone()).collect();
+        assert_eq!(done, kinds);
+        for response in [&whole, last] {
+            assert_eq!(response["status"], "incomplete");
+            let items = response["output"].as_array().unwrap().iter();
+            assert_eq!(items.map(|item| item["status"].clone()).collect::<Vec<_>>(), kinds);
+        }
+    }
+}

@@ -148,3 +148,31 @@ async fn unknown_route_does_not_read_like_a_missing_model() {
     let message = error["message"].as_str().unwrap();
     assert!(!message.contains("model") && message.contains("base URL"), "{message}");
 }
+
+/// F24: OpenAI's range of `top_p` begins with 0, which was refused. The smallest set of tokens has one.
+#[tokio::test]
+async fn a_top_p_of_zero_keeps_the_likeliest_token() {
+    let (app, seen) = app(answer);
+    for value in [json!(0), json!(0.0), json!(1e-40)] {
+        assert_eq!(chat(&app, body(json!({"top_p": value}))).await.0, StatusCode::OK);
+        let top_p = seen.last().sampling.top_p.unwrap();
+        assert!(top_p > 0.0 && top_p < 1e-30, "{top_p}");
+    }
+    for value in [json!(-0.1), json!(1.1)] {
+        let body = body(json!({"top_p": value}));
+        rejected(&app, body, 400, "invalid_value", "top_p", "at most 1").await;
+    }
+}
+
+/// F27: notes said that such tools run at their vendor only, though the client may run them.
+#[tokio::test]
+async fn notes_on_tools_that_are_left_out_are_true() {
+    let (app, _) = app(answer);
+    for kind in ["custom", "bash_20250124", "web_search"] {
+        let tools = json!({"tools": [{"type": kind, "name": "f"}]});
+        let (_, reply) = chat(&app, body(tools)).await;
+        let note = reply["steersman"]["notes"][0].as_str().unwrap();
+        assert!(note.contains(&format!("`{kind}`")) && note.contains("functions only"), "{note}");
+        assert!(!note.contains("vendor"), "{note}");
+    }
+}

@@ -48,7 +48,7 @@ fn a_request_waits_for_a_long_prefix_that_is_not_computed_yet() {
         // The last token runs again, for the logits after it.
         assert_eq!(awaited(&decoder, request(1000, 500, 1)), Some(1499), "{name}");
         assert_eq!(awaited(&decoder, request(511, 20, 2)), None, "{name}: short");
-        let embedding = Some(Embedding { dimensions: None });
+        let embedding = Some(Embedding::default());
         let whole = Request { embedding, max_tokens: Some(0), ..request(1000, 20, 2) };
         assert_eq!(awaited(&decoder, whole), None, "{name}: runs its whole prompt");
         // A save point of the sequence that is near will do.

@@ -9,6 +9,7 @@ use super::scripted::*;
 use crate::config::{Config, Pooling};
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
+use crate::queue::Job;
 use crate::request::{Embedding, Event, RawPrompt, Request};
 
 const POOLINGS: [(&str, Pooling); 2] = [("last", Pooling::Last), ("mean", Pooling::Mean)];
@@ -27,7 +28,7 @@ fn embed(prompt: &[u32], dimensions: Option<u32>) -> Request {
     Request {
         profile: "default".into(),
         prompt: Some(RawPrompt::Tokens(prompt.to_vec())),
-        embedding: Some(Embedding { dimensions }),
+        embedding: Some(Embedding { dimensions, truncates: false }),
         max_tokens: Some(0),
         ..Request::default()
     }
@@ -151,4 +152,33 @@ fn a_client_that_hangs_up_ends_its_texts() {
     drop(events);
     decoder.step();
     assert!(decoder.sequences.is_empty() && decoder.preempted.is_empty());
+}
+
+/// F25: Ollama's `truncate`.
+#[test]
+fn a_text_that_is_too_long_is_cut_if_the_client_allows_it() {
+    let mut config = Config::default();
+    config.engine.context = 41;
+    let decoder = &mut family("llama", config, false);
+    let prompt = prompt("llama");
+    let mut run = |prompt: &[u32], truncates| {
+        let mut request = embed(prompt, None);
+        request.embedding = Some(Embedding { dimensions: None, truncates });
+        let events = start_together(decoder, vec![request]);
+        finish(decoder);
+        embedding(events.into_iter().next().unwrap())
+    };
+    let expected = run(&prompt[..40], false).unwrap();
+    close(&run(&prompt[..60], true).unwrap(), &expected, "cut");
+    close(&run(&prompt[..40], true).unwrap(), &expected, "not cut");
+    let prepare = |truncates| {
+        let mut request = embed(&prompt[..60], None);
+        request.embedding = Some(Embedding { dimensions: None, truncates });
+        let (events, _receiver) = tokio::sync::mpsc::unbounded_channel();
+        decoder.preparer.prepare_choices(Job { request, events }, Vec::new())
+    };
+    assert_eq!(prepare(true).unwrap().notes, ["the text was cut: it has 60 tokens, 40 fit"]);
+    let refused = prepare(false).err();
+    let is_long = matches!(refused, Some(Error::Request(RequestError::ContextTooLong { .. })));
+    assert!(is_long, "{refused:?}");
 }

@@ -203,3 +203,18 @@ fn every_kind_of_tokenizer_keeps_special_tokens_out_of_text() {
         assert_eq!(tokens, tokenizer.encode(&format!("{ordinary}</s>")).expect("it encodes"));
     }
 }
+
+#[test]
+fn a_text_is_cut_before_the_tokens_that_end_every_text() {
+    for (tokens, empty, limit, expected) in [
+        (vec![1, 7, 8, 9], vec![1], 3, vec![1, 7, 8]),
+        (vec![7, 8, 9, 2], vec![2], 3, vec![7, 8, 2]),
+        (vec![1, 7, 8, 9, 2], vec![1, 2], 3, vec![1, 7, 2]),
+        (vec![7, 8, 9], vec![], 1, vec![7]),
+        (vec![1, 7, 2, 3], vec![1, 2, 3], 1, vec![3]),
+    ] {
+        let mut cut = tokens;
+        super::super::cut(&mut cut, &empty, limit);
+        assert_eq!(cut, expected);
+    }
+}

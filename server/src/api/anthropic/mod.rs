@@ -49,6 +49,10 @@ impl Protocol for Messages {
         request::parse(body)
     }
 
+    fn prompt_field(&self, _: usize) -> String {
+        "messages".into()
+    }
+
     fn begin(&mut self, head: &Head, out: &mut Frames) {
         let message = message(head, &[], None, head.usage);
         out.event("message_start", &json!({"type": "message_start", "message": message}));
@@ -198,7 +202,9 @@ pub async fn count_tokens(
         let counts = requests.iter().map(|request| Ok(admission.engine.tokenize(request)?.len()));
         counts.sum::<Result<usize, steersman_engine::Error>>()
     });
-    Ok(Json(json!({"input_tokens": tokens.await??})))
+    let tokens = tokens.await?;
+    let tokens = tokens.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
+    Ok(Json(json!({"input_tokens": tokens})))
 }
 
 fn message(head: &Head, parts: &[Part], reason: Option<&FinishReason>, count: Usage) -> Value {

@@ -150,7 +150,8 @@ impl Body {
         let mut notes = Vec::new();
         let mut unknown = Unknown::default();
         let retain = self.retain()?;
-        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let (tool_fields, tools): (Vec<_>, Vec<_>) =
+            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
         let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
         let tool_choice = tool_choice.unwrap_or_default();
         let tools_hidden = tool_choice.allowed.as_ref().is_some_and(Vec::is_empty);
@@ -162,7 +163,7 @@ impl Body {
         let thinking = self.thinking.filter(|thinking| !thinking.is_null());
         let thinking = thinking.map(|thinking| {
             unknown.check("thinking", "body", &thinking, &["budget_tokens", "display"]);
-            json::typed("thinking", &thinking)
+            json::typed_object("thinking", &thinking)
         });
         let thinking = thinking.transpose()?;
         let asked = matches!(thinking, Some(Thinking::Enabled { .. } | Thinking::Adaptive));
@@ -192,7 +193,13 @@ impl Body {
         };
         let limit = params::limit("max_tokens", self.max_tokens)?;
         params::limit_reply(&mut request, limit, asked);
-        Ok(Call { protocol: Messages::default(), requests: vec![request], choices: 1, notes })
+        Ok(Call {
+            protocol: Messages::default(),
+            requests: vec![request],
+            choices: 1,
+            tool_fields,
+            notes,
+        })
     }
 }
 
@@ -293,8 +300,11 @@ fn output_format(format: Value) -> Result<ResponseFormat, ApiError> {
     Ok(params::json_form("output_config.format.schema", Some(schema.clone())))
 }
 
-/// The functions among the tools.
-fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+/// The functions among the tools, each after the field of its schema.
+fn tools(
+    tools: Vec<Map<String, Value>>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<(String, Value)>, ApiError> {
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or("custom");
@@ -304,7 +314,8 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
         }
         let path = format!("tools[{i}]");
         let name = params::tool_name(&path, &tool)?;
-        functions.push(params::tool(&name, tool, "input_schema"));
+        let field = format!("{path}.input_schema");
+        functions.push((field, params::tool(&name, tool, "input_schema")));
     }
     Ok(functions)
 }

@@ -101,12 +101,7 @@ fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Messa
         let message = format!("{param}: {problem}");
         ApiError::value(param, message)
     };
-    for (field, value) in [
-        ("refusal", &body.refusal),
-        ("annotations", &body.annotations),
-        ("audio", &body.audio),
-        ("function_call", &body.function_call),
-    ] {
+    for (field, value) in [("audio", &body.audio), ("function_call", &body.function_call)] {
         if value.as_ref().is_some_and(|value| !value.is_null() && *value != Value::Array(vec![])) {
             let message = format!("{}: is not supported; leave it out", at(field));
             return Err(ApiError::unsupported(at(field), message));
@@ -146,11 +141,27 @@ fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Messa
     if !tool && body.tool_call_id.is_some() {
         return Err(wrong("tool_call_id", "only a tool message may have it"));
     }
-    let content = match body.content {
+    let mut content = match body.content {
         // Clients send back replies without an answer, and results of tools that return nothing.
         None if !assistant && !tool => return Err(wrong("content", "missing")),
-        content => text(&at("content"), content)?,
+        content => text(&at("content"), content, assistant)?,
     };
+    match body.refusal {
+        None | Some(Value::Null) => {}
+        Some(Value::Array(list)) if list.is_empty() => {}
+        Some(Value::String(refusal)) if assistant => content += &refusal,
+        Some(_) if assistant => return Err(wrong("refusal", "must be a string")),
+        Some(_) => return Err(wrong("refusal", "only an assistant message may have it")),
+    }
+    match body.annotations {
+        None | Some(Value::Null) => {}
+        Some(Value::Array(list)) if list.is_empty() => {}
+        Some(Value::Array(_)) if assistant => {
+            notes.push(format!("{}: left out, the model reads the text only", at("annotations")));
+        }
+        Some(_) if assistant => return Err(wrong("annotations", "must be a list")),
+        Some(_) => return Err(wrong("annotations", "only an assistant message may have them")),
+    }
     let tool_calls = tool_calls
         .into_iter()
         .enumerate()
@@ -166,8 +177,8 @@ fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Messa
     })
 }
 
-/// The text of a string, null or a list of text parts, which are concatenated.
-fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
+/// The text of a string, null or a list of text parts, which are concatenated. A refusal is text of the assistant.
+fn text(path: &str, content: Option<Value>, is_assistant: bool) -> Result<String, ApiError> {
     let parts = match content {
         None | Some(Value::Null) => return Ok(String::new()),
         Some(Value::String(text)) => return Ok(text),
@@ -179,20 +190,26 @@ fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
     };
     let part = |(k, part): (usize, &Value)| {
         let kind = part.get("type").and_then(Value::as_str).unwrap_or("");
-        if kind != "text" {
+        let key = match kind {
+            "text" => "text",
+            "refusal" if is_assistant => "refusal",
+            _ => "",
+        };
+        if key.is_empty() {
             let param = format!("{path}[{k}].type");
             let message = format!("{param}: is `{kind}`; only parts of type `text` are supported");
             return Err(ApiError::unsupported(param, message));
         }
         // `cache_control` tells other servers what to cache; here every prefix is cached.
-        let known = |key: &&String| ["type", "text", "cache_control"].contains(&key.as_str());
-        if let Some(key) = part.as_object().and_then(|part| part.keys().find(|key| !known(key))) {
-            let param = format!("{path}[{k}].{key}");
+        let known = |name: &&String| ["type", key, "cache_control"].contains(&name.as_str());
+        let unknown = part.as_object().and_then(|part| part.keys().find(|name| !known(name)));
+        if let Some(name) = unknown {
+            let param = format!("{path}[{k}].{name}");
             let message = format!("{param}: unknown field; leave it out");
             return Err(ApiError::invalid("unknown_parameter", param, message));
         }
-        part.get("text").and_then(Value::as_str).map(str::to_string).ok_or_else(|| {
-            let param = format!("{path}[{k}].text");
+        part.get(key).and_then(Value::as_str).map(str::to_string).ok_or_else(|| {
+            let param = format!("{path}[{k}].{key}");
             let message = format!("{param}: must be a string");
             ApiError::invalid("invalid_type", param, message)
         })

@@ -61,6 +61,10 @@ impl Protocol for Chat {
         request::parse(body)
     }
 
+    fn prompt_field(&self, _: usize) -> String {
+        "messages".into()
+    }
+
     fn begin(&mut self, head: &Head, out: &mut Frames) {
         for index in 0..self.choices.len() {
             self.delta(head, index, json!({"role": "assistant", "content": ""}), out);

@@ -107,7 +107,8 @@ impl Body {
         let effort = reasoning.effort;
         let (reasoning, reasoning_budget) = reasoning.resolve()?;
         let mut notes = Vec::new();
-        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let (tool_fields, tools) =
+            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
         let mut request = Request {
             messages: message::parse(self.messages, &mut notes)?,
             tools,
@@ -130,7 +131,7 @@ impl Body {
         }
         let choices = params::choices(self.n, self.best_of)?;
         let protocol = Chat::new(self.stream_options, choices);
-        Ok(Call { protocol, requests: vec![request], choices, notes })
+        Ok(Call { protocol, requests: vec![request], choices, tool_fields, notes })
     }
 }
 
@@ -192,16 +193,19 @@ fn take_switches(variables: &mut Map<String, Value>) -> Result<[Option<bool>; 2]
     Ok([enable_thinking, thinking])
 }
 
-/// Checks the tools, and returns the functions among them unchanged.
-fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+/// Checks the tools, and returns the functions among them unchanged, each after the field of its schema.
+fn tools(
+    tools: Vec<Map<String, Value>>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<(String, Value)>, ApiError> {
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
-        let kind = tool.get("type").and_then(Value::as_str).unwrap_or_default();
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or_default().to_string();
         if kind.is_empty() {
             let param = format!("tools[{i}].type");
             return Err(ApiError::missing(&param, format!("{param}: must be \"function\"")));
         }
-        functions.extend(params::function(i, kind, &tool, notes)?.then(|| Value::Object(tool)));
+        functions.extend(params::function(i, &kind, tool, notes)?);
     }
     Ok(functions)
 }

@@ -1,5 +1,6 @@
 //! Ollama's protocol: `POST /api/chat`, `POST /api/generate`, and the routes that describe models.
 
+mod embed;
 mod request;
 
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use jiff::{SignedDuration, Timestamp};
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, Request, ToolCall};
 
+pub use self::embed::Embed;
 use super::App;
 use super::access::Caller;
 use super::chat::extension;
@@ -63,6 +65,10 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             return Err(ApiError::unsupported("think", message));
         }
         Ok(())
+    }
+
+    fn prompt_field(&self, _: usize) -> String {
+        if CHAT { "messages" } else { "prompt" }.into()
     }
 
     fn keeps_model(&self) -> Option<Option<Duration>> {

@@ -26,7 +26,8 @@ struct Body {
     model: Option<String>,
     /// False for one object; otherwise lines.
     stream: Option<bool>,
-    think: Option<Think>,
+    #[schemars(with = "Option<Think>")]
+    think: Option<Value>,
     options: Option<Map<String, Value>>,
     /// `json`, or a schema.
     #[schemars(with = "Option<Format>")]
@@ -47,11 +48,27 @@ struct Body {
     keep_alive: Option<Value>,
 }
 
-#[derive(Deserialize, JsonSchema)]
-#[serde(untagged)]
+/// Whether to think: true, false, or how much.
+#[derive(JsonSchema)]
+#[schemars(untagged)]
+#[expect(dead_code, reason = "only its schema is used")]
 enum Think {
     Flag(bool),
     Effort(#[schemars(with = "EffortWord")] Effort),
+}
+
+/// `think`: whether to reason, and how much.
+fn think(value: &Value) -> Result<(Option<bool>, Option<Effort>), ApiError> {
+    let effort = match value {
+        Value::Null => return Ok((None, None)),
+        Value::Bool(think) => return Ok((Some(*think), None)),
+        value => json::typed::<Effort>("think", value),
+    };
+    let effort = effort.map_err(|error| {
+        let message = format!("{}, or true or false without quotes", error.message);
+        ApiError { message, ..error }
+    })?;
+    Ok((Some(effort.reasons()), Some(effort)))
 }
 
 /// How long the model stays loaded after a request; `Some(None)` without a limit, `None` if the request does not say.
@@ -76,9 +93,9 @@ impl Options {
     /// Ollama's window: 64 tokens unless set, 0 for no penalty, -1 for all tokens.
     fn penalties(&self) -> Result<Penalties, ApiError> {
         let mut penalties = Penalties {
-            presence: probability::penalty("presence_penalty", self.presence_penalty)?,
-            frequency: probability::penalty("frequency_penalty", self.frequency_penalty)?,
-            repetition: probability::repetition("repeat_penalty", self.repeat_penalty)?,
+            presence: probability::penalty("options.presence_penalty", self.presence_penalty)?,
+            frequency: probability::penalty("options.frequency_penalty", self.frequency_penalty)?,
+            repetition: probability::repetition("options.repeat_penalty", self.repeat_penalty)?,
             window: REPEAT_LAST_N,
         };
         match self.repeat_last_n {
@@ -87,7 +104,7 @@ impl Options {
             Some(0) => penalties.repetition = Penalties::default().repetition,
             Some(window) => {
                 penalties.window = u32::try_from(window).map_err(|_| {
-                    let name = "repeat_last_n";
+                    let name = "options.repeat_last_n";
                     let message = format!("{name}: is {window}, must be 0 or more, or -1 for all");
                     ApiError::value(name, message)
                 })?;
@@ -130,12 +147,17 @@ struct FunctionBody {
 
 /// The schema of a body with these fields.
 pub fn schema(table: &[fields::Field], schemas: &mut Schemas) -> Value {
-    let parts = [schemas.of::<Options>(), schemas.of::<Sampling>()];
-    let options = schemas.body(fields::OLLAMA_OPTIONS, &parts);
+    let options = options_schema(schemas);
     let parts = [schemas.of::<Body>()];
     let mut body = schemas.body(table, &parts);
     body["properties"]["options"] = options;
     body
+}
+
+/// The schema of the field `options`.
+pub fn options_schema(schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Options>(), schemas.of::<Sampling>()];
+    schemas.body(fields::OLLAMA_OPTIONS, &parts)
 }
 
 /// Parses a body of `POST /api/chat`.
@@ -151,10 +173,11 @@ pub fn parse_chat<P>(
         let messages = body.messages.take().unwrap_or_default();
         let messages = messages.into_iter().enumerate().map(|(i, body)| message(i, body, notes));
         let messages = messages.collect::<Result<_, _>>()?;
-        let tools = tools(body.tools.take().unwrap_or_default(), notes)?;
+        let (tool_fields, tools) =
+            tools(body.tools.take().unwrap_or_default(), notes)?.into_iter().unzip();
         let request = Request { messages, tools, ..Request::default() };
         // Without messages, the client only wants the model to be loaded.
-        Ok((!request.messages.is_empty()).then_some(request))
+        Ok((!request.messages.is_empty()).then_some((tool_fields, request)))
     })
 }
 
@@ -172,37 +195,51 @@ pub fn parse_generate<P>(
         if prompt.is_empty() {
             return Ok(None);
         }
-        if let Some(suffix) = body.suffix.take().filter(|suffix| !suffix.is_empty()) {
-            let prompt = Some(RawPrompt::Infill { prefix: prompt, suffix });
-            return Ok(Some(Request { prompt, ..Request::default() }));
-        }
-        if body.raw == Some(true) {
-            let prompt = Some(RawPrompt::Text(prompt));
-            return Ok(Some(Request { prompt, ..Request::default() }));
-        }
-        let user = Message { role: "user".into(), content: prompt, ..Message::default() };
         let system = body.system.take().unwrap_or_default();
-        let messages = params::with_instructions(&system, vec![user]);
-        Ok(Some(Request { messages, ..Request::default() }))
+        let suffix = body.suffix.take().filter(|suffix| !suffix.is_empty());
+        let unused = match &suffix {
+            Some(_) => "a prompt with a `suffix` is sent without a template",
+            None => "a prompt with `raw` is sent without a template",
+        };
+        let prompt = match (suffix, body.raw) {
+            (Some(suffix), _) => RawPrompt::Infill { prefix: prompt, suffix },
+            (None, Some(true)) => RawPrompt::Text(prompt),
+            (None, _) => {
+                let user = Message { role: "user".into(), content: prompt, ..Message::default() };
+                let messages = params::with_instructions(&system, vec![user]);
+                return Ok(Some((Vec::new(), Request { messages, ..Request::default() })));
+            }
+        };
+        if !system.is_empty() {
+            let message = format!("system: {unused}; write the system text into the prompt");
+            return Err(ApiError::unsupported("system", message));
+        }
+        Ok(Some((Vec::new(), Request { prompt: Some(prompt), ..Request::default() })))
     })
 }
 
-/// Parses what both have in common; `content` takes the rest, `None` if there is nothing to generate.
+/// What a body asks for: the fields of the schemas of its tools, and the request; `None` if there is nothing to
+/// generate.
+type Content = Option<(Vec<String>, Request)>;
+
+/// Parses what both have in common; `content` takes the rest.
 fn parse<P>(
     fields: Map<String, Value>,
     protocol: fn(KeepAlive) -> P,
-    content: impl FnOnce(&mut Body, &mut Vec<String>) -> Result<Option<Request>, ApiError>,
+    content: impl FnOnce(&mut Body, &mut Vec<String>) -> Result<Content, ApiError>,
 ) -> Result<Parsed<P>, ApiError> {
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(true));
     let mut notes = Vec::new();
     let keep_alive = keep_alive(body.keep_alive.take().unwrap_or_default());
-    let call = content(&mut body, &mut notes).and_then(|request| {
+    let call = content(&mut body, &mut notes).and_then(|content| {
+        let (tool_fields, request) = content.unzip();
         let request = request.map(|request| with_options(request, body)).transpose()?;
         Ok(Call {
             protocol: protocol(keep_alive?),
             requests: request.into_iter().collect(),
             choices: 1,
+            tool_fields: tool_fields.unwrap_or_default(),
             notes,
         })
     });
@@ -210,7 +247,7 @@ fn parse<P>(
 }
 
 /// `keep_alive`: a duration in a string, or a number of seconds. Negative ones are no limit.
-fn keep_alive(value: Value) -> Result<KeepAlive, ApiError> {
+pub fn keep_alive(value: Value) -> Result<KeepAlive, ApiError> {
     let seconds = match &value {
         Value::Null => return Ok(None),
         Value::Number(seconds) => seconds.as_f64(),
@@ -233,19 +270,31 @@ fn keep_alive(value: Value) -> Result<KeepAlive, ApiError> {
     }
 }
 
-fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
-    let mut options = body.options.unwrap_or_default();
+/// The field `options`, for a reply that does not depend on them.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn check_options(fields: Map<String, Value>) -> Result<(), ApiError> {
+    let (sampling, options) = options(fields)?;
+    sampling.check()?;
+    options.penalties()?;
+    params::stops("options.stop", options.stop)?;
+    Ok(())
+}
+
+/// Parses the field `options`.
+fn options(mut options: Map<String, Value>) -> Result<(Sampling, Options), ApiError> {
     json::whole_numbers(&mut options);
     fields::check(fields::OLLAMA_OPTIONS, &options)?;
     let ignored = |name: &String| !fields::is_read(fields::OLLAMA_OPTIONS, name);
     options.retain(|name, _| !ignored(name));
     let sampling = Sampling::take("options", &mut options)?;
-    let options: Options = json::typed("options", &Value::Object(options))?;
-    let (reasoning, effort) = match body.think {
-        None => (None, None),
-        Some(Think::Flag(think)) => (Some(think), None),
-        Some(Think::Effort(effort)) => (Some(effort.reasons()), Some(effort)),
-    };
+    Ok((sampling, json::typed("options", &Value::Object(options))?))
+}
+
+fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
+    let (sampling, options) = options(body.options.unwrap_or_default())?;
+    let (reasoning, effort) = think(&body.think.unwrap_or_default())?;
     let response_format = match body.format.unwrap_or_default() {
         Value::Null => None,
         Value::String(format) if format.is_empty() => None,
@@ -260,7 +309,9 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
     let limit = match options.num_predict {
         // As many as the context has room for.
         Some(-2) => Some(u32::MAX),
-        limit => params::limit("num_predict", limit)?,
+        // Ollama's runner counts up to a limit above 0 only.
+        Some(0) => None,
+        limit => params::limit("options.num_predict", limit)?,
     };
     let mut request = Request {
         penalties: options.penalties()?,
@@ -271,7 +322,7 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
         reasoning_budget: effort.and_then(Effort::budget),
         sampling: sampling.check()?,
         seed: options.seed,
-        stop: params::stops("stop", options.stop)?,
+        stop: params::stops("options.stop", options.stop)?,
         ..request
     };
     // A prompt that no template renders has no reasoning apart from the answer.
@@ -280,12 +331,15 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
     Ok(request)
 }
 
-/// The functions among the tools.
-fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+/// The functions among the tools, each after the field of its schema.
+fn tools(
+    tools: Vec<Map<String, Value>>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<(String, Value)>, ApiError> {
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
-        let kind = tool.get("type").and_then(Value::as_str).unwrap_or("function");
-        functions.extend(params::function(i, kind, &tool, notes)?.then(|| Value::Object(tool)));
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or("function").to_string();
+        functions.extend(params::function(i, &kind, tool, notes)?);
     }
     Ok(functions)
 }

@@ -11,9 +11,12 @@ use std::sync::LazyLock;
 use axum::Json;
 use axum::http::{HeaderMap, header};
 use axum::response::{Html, IntoResponse};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 
 use super::anthropic::Messages;
 use super::cache::CacheBody;
@@ -22,9 +25,10 @@ use super::completions::Completions;
 use super::embeddings::Embeddings;
 use super::error::Dialect;
 use super::fields::{Field, Rule};
-use super::ollama::Ollama;
+use super::ollama::{Embed, Ollama};
 use super::policies::{ActivationBody, PoliciesBody};
 use super::protocol::Protocol;
+use super::query;
 use super::rerank::Rerank;
 use super::responses::Responses;
 use shapes::{Detokenize, Pull, Show, Tokenize};
@@ -35,9 +39,22 @@ const EXAMPLES: &str = include_str!("examples.json");
 /// The page of `GET /docs`.
 const PAGE: &str = include_str!("page.html");
 
-/// The page needs nothing but this server.
-const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
-                           connect-src 'self'; base-uri 'none'; form-action 'none'";
+/// What the page may do: run its one script, with its one style, and call this server.
+static PAGE_POLICY: LazyLock<String> = LazyLock::new(|| {
+    let digest = |tag: &str| {
+        let inside = PAGE
+            .split_once(&format!("<{tag}>"))
+            .and_then(|(_, rest)| rest.split_once(&format!("</{tag}>")));
+        let (text, _) = inside.expect("the page has a script and a style: checked by a test");
+        BASE64_STANDARD.encode(Sha256::digest(text))
+    };
+    format!(
+        "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; connect-src 'self'; base-uri 'none'; \
+         form-action 'none'; frame-ancestors 'none'",
+        digest("script"),
+        digest("style")
+    )
+});
 
 /// Generates schemas; those with names are components.
 pub struct Schemas {
@@ -240,6 +257,18 @@ const OPERATIONS: &[Operation] = &[
         "A reply to a prompt, for clients of Ollama",
         (JSON, Ollama::<false>::schema),
         &[(JSON, reply::<replies::OllamaGenerated>), (LINES, reply::<replies::OllamaGenerated>)],
+    ),
+    post(
+        "/api/embed",
+        "Embeddings of texts, for clients of Ollama",
+        (JSON, Embed::<true>::schema),
+        &[(JSON, reply::<replies::OllamaEmbedded>)],
+    ),
+    post(
+        "/api/embeddings",
+        "The embedding of a text, for older clients of Ollama",
+        (JSON, Embed::<false>::schema),
+        &[(JSON, reply::<replies::OllamaEmbedding>)],
     ),
     get("/api/tags", "Models, for clients of Ollama", &[(JSON, reply::<replies::OllamaModels>)]),
     get(
@@ -447,7 +476,7 @@ fn describe(operation: &Operation, schemas: &mut Schemas, examples: &Value) -> V
         "security": security,
         "responses": responses,
     });
-    let parameters = parameters(operation.path);
+    let parameters = parameters(operation);
     if !parameters.is_empty() {
         described["parameters"] = parameters.into();
     }
@@ -463,15 +492,25 @@ fn describe(operation: &Operation, schemas: &mut Schemas, examples: &Value) -> V
 }
 
 /// Parts of the path, and the query.
-fn parameters(path: &str) -> Vec<Value> {
-    let parts = path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
+fn parameters(operation: &Operation) -> Vec<Value> {
+    let parts =
+        operation.path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
     let schema = json!({"type": "string"});
     let part = |name| json!({"name": name, "in": "path", "required": true, "schema": schema});
     let mut parameters: Vec<_> = parts.map(part).collect();
-    if path == "/v1/cache" {
+    let method = operation.method.to_uppercase();
+    for (name, rule) in query::parameters(&method, operation.path) {
+        let description = match rule {
+            Rule::Read => "Has an effect.",
+            Rule::Ignored => "Accepted and not used.",
+            Rule::Only(..) => continue,
+        };
+        let schema = match name.ends_with("[]") {
+            true => json!({"type": "array", "items": schema}),
+            false => schema.clone(),
+        };
         parameters.push(json!({
-            "name": "model", "in": "query", "schema": schema,
-            "description": "The first model if absent.",
+            "name": name, "in": "query", "schema": schema, "description": description,
         }));
     }
     parameters
@@ -485,5 +524,5 @@ pub async fn json() -> Json<&'static Value> {
 
 /// `GET /docs`
 pub async fn page() -> impl IntoResponse {
-    ([(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)], Html(PAGE))
+    ([(header::CONTENT_SECURITY_POLICY, PAGE_POLICY.as_str())], Html(PAGE))
 }

@@ -442,6 +442,9 @@ pub struct InputItems {
     #[schemars(extend("const" = "list"))]
     object: String,
     data: Vec<Map<String, Value>>,
+    /// Null if there are no items.
+    first_id: Option<String>,
+    last_id: Option<String>,
     has_more: bool,
 }
 
@@ -560,6 +563,29 @@ struct OllamaLine {
     eval_duration: Option<u64>,
     #[schemars(skip_serializing_if = "Option::is_none")]
     steersman: Option<Extension>,
+}
+
+/// The reply of `/api/embed`.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct OllamaEmbedded {
+    model: String,
+    /// Of length 1, one for each text.
+    embeddings: Vec<Vec<f32>>,
+    /// Durations are in nanoseconds.
+    total_duration: u64,
+    load_duration: u64,
+    prompt_eval_count: u32,
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    steersman: Option<Extension>,
+}
+
+/// The reply of `/api/embeddings`.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct OllamaEmbedding {
+    /// Of length 1; empty without a text.
+    embedding: Vec<f32>,
 }
 
 #[derive(JsonSchema)]

@@ -2,26 +2,26 @@
 
 mod request;
 pub mod store;
+mod stored;
 
 use std::sync::Arc;
 
-use axum::extract::{Path, State};
-use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{
     CallDelta, Event, FinishReason, Message, Request, ToolCall, Usage,
 };
 
+pub use self::stored::{delete, get, input_items};
+
 use self::request::assistant;
 use self::store::{ResponseStore, Stored};
-use super::access::Caller;
 use super::chat::extension;
 use super::error::ApiError;
 use super::openapi::Schemas;
+use super::params;
 use super::probability;
 use super::protocol::{Parsed, Place, Protocol};
 use super::reply::{self, Frames, Head, Part, Reply};
-use super::{App, params};
 use crate::mcp::Ran;
 
 /// The state of one response.
@@ -65,6 +65,10 @@ impl Protocol for Responses {
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         request::parse(body)
+    }
+
+    fn prompt_field(&self, _: usize) -> String {
+        "input".into()
     }
 
     fn resolve(&mut self, place: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {
@@ -121,7 +125,7 @@ impl Protocol for Responses {
                     self.delta(head, arguments_of(&call), out);
                 }
                 self.open = Some(Part::ToolCall(call));
-                self.close(head, out);
+                self.close(head, false, out);
             }
             Event::Logprob(logprob) => {
                 self.next_logprobs.push(probability::chat_logprob(&logprob));
@@ -138,12 +142,12 @@ impl Protocol for Responses {
     }
 
     fn ran(&mut self, head: &Head, _: usize, ran: &Ran, out: &mut Frames) {
-        self.close(head, out);
+        self.close(head, false, out);
         let part = Part::Ran(ran.clone());
         self.next_logprobs.clear();
         let index = self.items;
         let mut begun = self.item(head, index, &part, &[], "in_progress");
-        let whole = self.item(head, index, &part, &[], ended(&part));
+        let whole = self.item(head, index, &part, &[], ended(&part, false));
         begun["arguments"] = "".into();
         begun["output"] = Value::Null;
         begun["error"] = Value::Null;
@@ -163,7 +167,8 @@ impl Protocol for Responses {
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        self.close(head, out);
+        let is_cut = replies.first().is_some_and(is_cut);
+        self.close(head, is_cut, out);
         let response = self.whole(head, replies);
         let name = match response["status"].as_str() {
             Some("incomplete") => "response.incomplete",
@@ -181,11 +186,13 @@ impl Protocol for Responses {
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let Some(reply) = replies.first() else { return Value::Null };
         let finished = &reply.finished;
-        let is_whole = finished.reason != FinishReason::Length;
+        let is_whole = !is_cut(reply);
         let status = if is_whole { "completed" } else { "incomplete" };
         let item = |(index, part): (usize, &Part)| {
             let logprobs = reply.logprobs_of(index).map(|logprob| probability::chat_logprob(&logprob));
-            self.item(head, index, part, &logprobs.collect::<Vec<_>>(), ended(part))
+            let is_cut = !is_whole && index + 1 == reply.parts.len();
+            let status = ended(part, is_cut);
+            self.item(head, index, part, &logprobs.collect::<Vec<_>>(), status)
         };
         let output = reply.parts.iter().enumerate().map(item).collect();
         let mut response = self.response(head, status, output);
@@ -339,7 +346,7 @@ impl Responses {
 
     /// Begins an item with an empty part.
     fn open(&mut self, head: &Head, part: Part, out: &mut Frames) {
-        self.close(head, out);
+        self.close(head, false, out);
         if !matches!(part, Part::Answer(_)) {
             // Of tokens without a text, such as the tag of a call.
             self.next_logprobs.clear();
@@ -377,8 +384,8 @@ impl Responses {
         self.open = Some(part);
     }
 
-    /// Ends the open item.
-    fn close(&mut self, head: &Head, out: &mut Frames) {
+    /// Ends the open item; `is_cut` if a limit does.
+    fn close(&mut self, head: &Head, is_cut: bool, out: &mut Frames) {
         let Some(part) = self.open.take() else { return };
         let mut logprobs = std::mem::take(&mut self.logprobs);
         if let Part::Answer(_) = part {
@@ -403,7 +410,7 @@ impl Responses {
                 self.send_of_item(head, &part, part_done, fields, out);
             }
         }
-        let item = self.item(head, self.items, &part, &logprobs, ended(&part));
+        let item = self.item(head, self.items, &part, &logprobs, ended(&part, is_cut));
         let done = json!({"output_index": self.items, "item": item});
         self.send("response.output_item.done", done, out);
         self.items += 1;
@@ -437,48 +444,16 @@ impl Responses {
     }
 }
 
-/// `GET /v1/responses/{id}`
-pub async fn get(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    Ok(Json(stored(&app, &caller, &id)?.response))
+/// Whether a limit cut the reply off.
+fn is_cut(reply: &Reply) -> bool {
+    reply.finished.reason == FinishReason::Length
 }
 
-/// `GET /v1/responses/{id}/input_items`
-pub async fn input_items(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    let items = stored(&app, &caller, &id)?.input;
-    Ok(Json(json!({"object": "list", "data": items, "has_more": false})))
-}
-
-/// `DELETE /v1/responses/{id}`
-pub async fn delete(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    stored(&app, &caller, &id)?;
-    let deleted = app.responses.as_ref().is_some_and(|store| store.delete(&id));
-    Ok(Json(json!({"id": id, "object": "response", "deleted": deleted})))
-}
-
-/// A stored response of a profile that the caller may use.
-fn stored(app: &App, caller: &Caller, id: &str) -> Result<Stored, ApiError> {
-    let stored = app.responses.as_ref().and_then(|store| store.get(id));
-    let stored = stored.ok_or_else(|| ApiError::response_not_found("", id))?;
-    app.access.allow(caller, &stored.profile)?;
-    Ok(stored)
-}
-
-/// The status of an ended item.
-fn ended(part: &Part) -> &'static str {
+/// The status of an ended item, which a limit ended if `is_cut`. A call is whole or open, whatever ended the reply.
+fn ended(part: &Part, is_cut: bool) -> &'static str {
     match part {
         Part::OpenCall { .. } => "incomplete",
+        Part::Reasoning(_) | Part::Answer(_) if is_cut => "incomplete",
         Part::Ran(ran) if ran.is_error => "failed",
         Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) | Part::Ran(_) => "completed",
     }

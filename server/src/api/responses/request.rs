@@ -15,6 +15,7 @@ use crate::api::openapi::shapes::{EffortWord, Function, Structure, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::typed::one_of;
 use crate::api::unknown::{Unknown, fields_of};
 use crate::api::{fields, json, probability, structure};
 use crate::mcp;
@@ -42,7 +43,34 @@ const REPEATED: &[(&str, &str)] = &[
 ];
 
 /// In `include`: asks for the probabilities of the tokens of the text.
-const LOGPROBS: &str = "message.output_text.logprobs";
+pub const LOGPROBS: &str = "message.output_text.logprobs";
+
+/// The values of `include` that OpenAI documents. All but the first are about what no response here has, or has in
+/// any case.
+const INCLUDES: [&str; 8] = [
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+];
+
+/// Checks the values of `include`.
+///
+/// # Errors
+/// 400 naming the first that is unknown.
+pub fn check_include<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), ApiError> {
+    for name in names {
+        if !INCLUDES.contains(&name) {
+            let message = format!("include: has `{name}`, must be {}", one_of(&INCLUDES));
+            return Err(ApiError::value("include", message));
+        }
+    }
+    Ok(())
+}
 
 /// The fields of the body that have an effect.
 #[derive(Deserialize, JsonSchema)]
@@ -202,10 +230,12 @@ impl Body {
             }
             None => (None, None),
         };
+        check_include(self.include.iter().flatten().map(String::as_str))?;
         let wants_logprobs = self.include.iter().flatten().any(|name| name == LOGPROBS);
         let condition = format!("\"{LOGPROBS}\" in include");
         let logprobs = probability::logprobs(wants_logprobs, self.top_logprobs, &condition)?;
-        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let (tool_fields, tools): (Vec<_>, Vec<_>) =
+            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
         let mut request = Request {
             tools,
             response_format,
@@ -236,7 +266,7 @@ impl Body {
             summarizes: summary.is_some(),
             ..Responses::default()
         };
-        Ok(Call { protocol, requests: vec![request], choices: 1, notes })
+        Ok(Call { protocol, requests: vec![request], choices: 1, tool_fields, notes })
     }
 }
 
@@ -256,8 +286,11 @@ fn text_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
     }
 }
 
-/// The functions among the tools.
-fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+/// The functions among the tools, each after the field of its schema.
+fn tools(
+    tools: Vec<Map<String, Value>>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<(String, Value)>, ApiError> {
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
         let path = format!("tools[{i}]");
@@ -267,7 +300,8 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
             continue;
         }
         let name = params::tool_name(&path, &tool)?;
-        functions.push(params::tool(&name, tool, "parameters"));
+        let field = format!("{path}.parameters");
+        functions.push((field, params::tool(&name, tool, "parameters")));
     }
     Ok(functions)
 }
@@ -297,7 +331,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
         if let Some(item) = tagged.as_object_mut() {
             item.insert("type".into(), kind.into());
         }
-        match json::typed(&path, &tagged)? {
+        match json::typed_object(&path, &tagged)? {
             Item::Message { role, content } => {
                 let text = text(&format!("{path}.content"), &content, &mut unknown)?;
                 match role.as_str() {
