@@ -218,3 +218,21 @@ fn a_text_is_cut_before_the_tokens_that_end_every_text() {
         assert_eq!(cut, expected);
     }
 }
+
+/// Attacks, A16: a prompt of 1,500 messages ended a release build with SIGSEGV where memory was limited. Whatever the
+/// cause is, it is not the depth of the stack: templates, taint and tokenizer walk the messages one by one.
+#[test]
+fn a_conversation_of_many_messages_is_prepared_on_a_small_stack() {
+    let text = tiny();
+    let prepare = move || {
+        let turn = |i: usize| Message {
+            role: if i % 2 == 0 { "user" } else { "assistant" }.into(),
+            content: format!("Message {i} says something."),
+            ..Message::default()
+        };
+        let messages: Vec<_> = (0..1500).map(turn).collect();
+        text.prompt(&messages, &[], &Map::new(), None, true).map(|tokens| tokens.len())
+    };
+    let thread = std::thread::Builder::new().stack_size(256 << 10).spawn(prepare).unwrap();
+    assert!(thread.join().unwrap().unwrap() > 15_000);
+}
