@@ -48,10 +48,11 @@ impl Signals {
     #[cfg(unix)]
     pub fn install() -> Result<Self> {
         let on = |kind| signal(kind).context("installing handlers of signals");
-        for (name, kind) in
-            [("SIGUSR1", SignalKind::user_defined1()), ("SIGUSR2", SignalKind::user_defined2()),
-             ("SIGXFSZ", SignalKind::from_raw(FILE_SIZE_EXCEEDED))]
-        {
+        for (name, kind) in [
+            ("SIGUSR1", SignalKind::user_defined1()),
+            ("SIGUSR2", SignalKind::user_defined2()),
+            ("SIGXFSZ", SignalKind::from_raw(FILE_SIZE_EXCEEDED)),
+        ] {
             let mut signals = on(kind)?;
             tokio::spawn(async move {
                 while signals.recv().await.is_some() {

@@ -204,7 +204,9 @@ impl ApiError {
     /// A request is being prepared for so long that others may wait behind it for ever.
     pub fn not_advancing(time: Duration) -> Self {
         let seconds = time.as_secs();
-        let message = format!("a request has been prepared for {seconds} s; restart the server if this goes on");
+        let message = format!(
+            "a request has been prepared for {seconds} s; restart the server if this goes on"
+        );
         let status = StatusCode::SERVICE_UNAVAILABLE;
         Self::new(status, "server_error", "server_not_advancing", "", message)
     }

@@ -135,7 +135,11 @@ pub fn tool_call(
             Map::from_iter([("arguments".to_string(), other)])
         }
     };
-    ToolCall { id, kind: "function".into(), function: FunctionCall { name, arguments: arguments.into() } }
+    ToolCall {
+        id,
+        kind: "function".into(),
+        function: FunctionCall { name, arguments: arguments.into() },
+    }
 }
 
 /// A tool in the form that chat templates read; its schema stands in the field `parameters`.

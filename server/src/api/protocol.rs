@@ -265,11 +265,7 @@ pub async fn handle<P: Protocol>(
 
 /// The requests of a body with `choices` choices each, numbered from the id of the reply, by which traces are
 /// found.
-fn numbered(
-    id: &str,
-    choices: usize,
-    requests: impl Iterator<Item = Request>,
-) -> Vec<Choices> {
+fn numbered(id: &str, choices: usize, requests: impl Iterator<Item = Request>) -> Vec<Choices> {
     let of_reply = |index| if index == 0 { id.to_string() } else { format!("{id}-{index}") };
     let one = |(number, request): (usize, Request)| {
         let other = |choice| Choice {

@@ -12,7 +12,10 @@ fn conversation(text: &str, reply: &str) -> (Vec<Message>, Vec<Value>) {
         ..Message::default()
     };
     let arguments = [("n".to_string(), text.into()), (format!("k{text}"), json!([text]))];
-    let function = FunctionCall { name: "f".into(), arguments: arguments.into_iter().collect::<Map<_, _>>().into() };
+    let function = FunctionCall {
+        name: "f".into(),
+        arguments: arguments.into_iter().collect::<Map<_, _>>().into(),
+    };
     let call = ToolCall { id: "1".into(), kind: "function".into(), function };
     let messages = vec![
         message("system", text),

@@ -189,7 +189,8 @@ impl Protocol for Responses {
         let is_whole = !is_cut(reply);
         let status = if is_whole { "completed" } else { "incomplete" };
         let item = |(index, part): (usize, &Part)| {
-            let logprobs = reply.logprobs_of(index).map(|logprob| probability::chat_logprob(&logprob));
+            let logprobs =
+                reply.logprobs_of(index).map(|logprob| probability::chat_logprob(&logprob));
             let is_cut = !is_whole && index + 1 == reply.parts.len();
             let status = ended(part, is_cut);
             self.item(head, index, part, &logprobs.collect::<Vec<_>>(), status)
