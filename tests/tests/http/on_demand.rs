@@ -48,12 +48,12 @@ impl Recipe for Scripted {
         let (queue, script) = (Arc::new(Queue::new(8)), self.script);
         let (engine, _) = engine_on(queue.clone(), self.name, move |_| script());
         let runtime = Handle::current();
-        let thread = std::thread::spawn(move || {
+        let thread = steersman_engine::EngineThread::spawn(move || {
             while !queue.is_stopping() {
                 runtime.block_on(tokio::time::sleep(Duration::from_millis(1)));
             }
             queue.end();
-        });
+        })?;
         Ok((engine, thread))
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use axum::extract::Request as HttpRequest;
-use axum::http::Request as ClientRequest;
+use axum::http::{Method, Request as ClientRequest};
 use axum::response::IntoResponse;
 use steersman_models::hub::Hub;
 use tempfile::TempDir;

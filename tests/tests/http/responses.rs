@@ -453,7 +453,7 @@ async fn a_response_that_cannot_be_stored_says_so() {
             "{notes}"
         );
     }
-    let metrics = send(&app, get("/metrics")).await;
+    let metrics = send(&app, request(Method::GET, "/metrics", &Value::Null)).await;
     let metrics = String::from_utf8(bytes(metrics).await.to_vec()).unwrap();
     assert!(metrics.contains("steersman_responses_not_stored_total 2\n"), "{metrics}");
     // What the client did not ask to store has no note.
