@@ -106,6 +106,9 @@ impl Text {
         tokenizer.set_format(format);
         tokenizer.set_reasoning(source);
         templates.probe(&special_tokens, tokenizer.format());
+        if templates.probed(false).has_switch() && !tokenizer.format().has_messages() {
+            tokenizer.spell_reasoning(templates.choose(false).source());
+        }
         if tokenizer.format().has_messages() {
             let ends = harmony::ENDS.iter().filter_map(|end| tokenizer.id(end));
             let new: Vec<u32> = ends.filter(|id| !eos.contains(id)).collect();
@@ -430,9 +433,9 @@ impl Text {
     }
 
     /// Whether the model can reason: `<think>` and `</think>` are single tokens, and the chat
-    /// template uses them; or replies consist of messages.
+    /// template uses them, or has a switch and names them; or replies consist of messages.
     pub fn supports_reasoning(&self) -> bool {
-        if self.call_format().has_messages() {
+        if self.call_format().has_messages() || self.tokenizer.spells_reasoning() {
             return true;
         }
         let source = self.templates.choose(false).source();

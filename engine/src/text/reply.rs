@@ -4,7 +4,8 @@
 //! recognized by its token id, so text that spells it (injected by a policy, or quoted by the
 //! model) stays text. If the tag of calls is not a single token, it is searched in the text; some models
 //! write calls without a tag ([`super::tool_call::Format::bare`]), or messages with headers (`message.rs`).
-//! Reasoning is always delimited by token ids.
+//! Reasoning is delimited by token ids, or by texts if the model spells its tags ([`Tokenizer::spells_reasoning`]);
+//! then `<response>` and `</response>` around its answer are none of it.
 //! Never decides when to stop, and drops only markers and the white space next to them.
 //!
 //! Markers in unusual places:
@@ -55,7 +56,7 @@ mod tags;
 
 use call::{Call, Ending};
 use message::{GAP, Message};
-use tags::Place;
+use tags::{Place, Spelled};
 
 /// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
@@ -150,6 +151,8 @@ struct Answer {
     /// White space before a call, restored if text follows the call.
     gap: String,
     place: Place,
+    /// Whether a tag that is none of the text has opened it.
+    is_framed: bool,
 }
 
 impl Reply {
@@ -184,7 +187,8 @@ impl Reply {
         prompt.iter().for_each(|id| digest.update(id.to_le_bytes()));
         Self {
             detokenizer: Detokenizer::new(tokenizer.clone()),
-            spelled: (!schemas.is_empty() && is_spelled).then(String::new),
+            spelled: (!schemas.is_empty() && is_spelled || tokenizer.spells_reasoning())
+                .then(String::new),
             spans: VecDeque::new(),
             tokens: 0,
             tag: 0,
@@ -276,7 +280,13 @@ impl Reply {
     /// A call without its closing tag is a call if it is complete or can be repaired, and text otherwise.
     pub fn finish_turn(&mut self) -> Vec<Piece> {
         self.finish_call(Ending::Model);
-        self.finish()
+        let has_no_answer = self.is_reasoning && self.answer.is_blank() && self.message.is_none();
+        let mut pieces = self.finish();
+        if has_no_answer && self.reasoning.visible && self.last_call == 0 {
+            let note = "the model ended its reply within its reasoning, so there is no answer";
+            pieces.push(Piece::Note(note.into()));
+        }
+        pieces
     }
 
     /// Ends the reply at a limit; returns the text held back.
@@ -349,7 +359,14 @@ impl Reply {
         if let Some(message) = &self.message {
             return self.close_message_tokens(message, text, hint);
         }
-        let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
+        let close = match self.tokenizer.marker_id(Marker::CloseReasoning) {
+            Some(close) => Some(vec![close]),
+            None if self.tokenizer.spells_reasoning() => {
+                Some(text.encode_plain(self.tokenizer.marker_text(Marker::CloseReasoning))?)
+            }
+            None => None,
+        };
+        let Some(close) = close else {
             let problem = "the model's vocabulary has no tag to close the reasoning with".into();
             return Err(RequestError::Tokenizer(problem).into());
         };
@@ -357,7 +374,7 @@ impl Reply {
         if !self.reasoning.on_new_line || self.detokenizer.is_pending() {
             tokens.extend(text.encode_plain("\n")?);
         }
-        tokens.push(close);
+        tokens.extend(close);
         tokens.extend(text.encode_plain(&format!("\n\n{hint}"))?);
         Ok(tokens)
     }
@@ -406,7 +423,7 @@ impl Reply {
         self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
         let mut rest = held + text;
         loop {
-            let Some((at, tag, marker)) = self.find_tag(&rest) else {
+            let Some((at, tag, kind)) = self.find_tag(&rest) else {
                 let held = rest.split_off(rest.len() - self.partial_tag(&rest));
                 self.consume(rest.len());
                 self.add_to_phase(&rest);
@@ -426,9 +443,14 @@ impl Reply {
                 continue;
             }
             self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
-            match marker {
-                Some(marker) => self.marker(marker),
-                None => {
+            match kind {
+                Spelled::Marker(marker) => self.marker(marker),
+                Spelled::OpenAnswer => {
+                    self.answer.drop_blank();
+                    self.answer.is_framed = true;
+                }
+                Spelled::CloseAnswer => self.answer.is_framed = false,
+                Spelled::Untagged => {
                     // Text may be quoted, a token is not.
                     let is_token = self.tokenizer.id(tag).is_some();
                     if !self.is_reasoning && (is_token || self.answer.place.may_begin_call()) {

@@ -88,6 +88,8 @@ pub(super) struct Tokenizer {
     taint: Taint,
     /// The tags of reasoning.
     reasoning: [&'static str; 2],
+    /// Whether these are text, see [`Tokenizer::spell_reasoning`].
+    spells_reasoning: bool,
     /// How the model writes calls.
     format: &'static Format,
     markers: [Option<u32>; 4],
@@ -140,6 +142,7 @@ impl Tokenizer {
         let first = letter.get_ids().first().and_then(|id| inner.id_to_token(*id));
         Ok(Self {
             reasoning,
+            spells_reasoning: false,
             format,
             markers: markers(&inner, reasoning, format),
             call_tokens: HashMap::new(),
@@ -202,6 +205,18 @@ impl Tokenizer {
         self.hidden.extend(frames);
         self.reasoning = used.unwrap_or(self.reasoning);
         self.markers = markers(&self.inner, self.reasoning, self.format);
+    }
+
+    /// For a model that reasons when its chat template tells it to: if `template` has `<think>`, which is no token,
+    /// the model spells it, as Granite does; before [`Tokenizer::protect`].
+    pub fn spell_reasoning(&mut self, template: &str) {
+        let is_named = self.reasoning.iter().all(|tag| template.contains(tag));
+        self.spells_reasoning = is_named && self.marker_id(Marker::OpenReasoning).is_none();
+    }
+
+    /// Whether the tags of reasoning are text.
+    pub fn spells_reasoning(&self) -> bool {
+        self.spells_reasoning
     }
 
     /// How the model writes calls.

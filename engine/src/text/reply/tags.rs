@@ -1,5 +1,5 @@
-//! Where calls begin and end in the text of a reply: tags that are no tokens, and what follows a tag that the
-//! model left out.
+//! Where calls, reasoning and answers begin and end in the text of a reply: tags that are no tokens, and what
+//! follows a tag that the model left out.
 
 use super::super::stop::partial;
 use super::super::tokenizer::Marker;
@@ -38,6 +38,22 @@ impl Place {
     }
 }
 
+/// The tags around the answer of a model that spells its reasoning: Granite 3.3.
+const FRAME: [&str; 2] = ["<response>", "</response>"];
+
+/// What a text that is searched for is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spelled {
+    /// A tag.
+    Marker(Marker),
+    /// What follows a tag of calls.
+    Untagged,
+    /// The tag before an answer.
+    OpenAnswer,
+    /// The tag after it.
+    CloseAnswer,
+}
+
 impl Reply {
     /// Reads calls whose tag the model left out. No grammar begins with them, so they are text in replies that
     /// have one.
@@ -48,12 +64,18 @@ impl Reply {
         }
     }
 
-    /// The first text in `text` that begins or ends a call: where it is, itself, and its marker, which what
-    /// follows a tag has none of.
-    pub(super) fn find_tag(&self, text: &str) -> Option<(usize, &'static str, Option<Marker>)> {
+    /// The first text in `text` that begins or ends a part of the reply: where it is, itself, and what it is.
+    pub(super) fn find_tag(&self, text: &str) -> Option<(usize, &'static str, Spelled)> {
         let tags = self.tags().into_iter().flatten();
-        tags.filter_map(|(tag, marker)| Some((text.find(tag)?, tag, marker)))
-            .min_by_key(|one| one.0)
+        let found = tags.filter_map(|(tag, kind)| Some((text.find(tag)?, tag, kind)));
+        found.filter(|(at, _, kind)| self.may_stand(*kind, &text[..*at])).min_by_key(|one| one.0)
+    }
+
+    /// Whether a tag may stand after `before`, the text that is not processed yet: one that begins reasoning or the
+    /// answer stands before all of the answer, or is quoted.
+    fn may_stand(&self, kind: Spelled, before: &str) -> bool {
+        let begins = matches!(kind, Spelled::Marker(Marker::OpenReasoning) | Spelled::OpenAnswer);
+        !begins || before.trim().is_empty()
     }
 
     /// Length of the end of `text` that may be the beginning of a tag.
@@ -62,15 +84,27 @@ impl Reply {
         tags.map(|(tag, _)| partial(text, tag)).max().unwrap_or(0)
     }
 
-    /// The texts that begin a call, or end the one that is open.
-    fn tags(&self) -> [Option<(&'static str, Option<Marker>)>; 2] {
+    /// The texts that may come next, of those that begin or end a part of the reply.
+    fn tags(&self) -> [Option<(&'static str, Spelled)>; 4] {
         let format = self.tokenizer.format();
         let spelled = match self.call.is_some() && format.close.is_some() {
             true => Marker::CloseCall,
             false => Marker::OpenCall,
         };
-        let tag = self.spells_tags.then(|| (self.tokenizer.marker_text(spelled), Some(spelled)));
+        let of_marker = |marker| (self.tokenizer.marker_text(marker), Spelled::Marker(marker));
+        let tag = self.spells_tags.then(|| of_marker(spelled));
         let untagged = format.untagged.filter(|_| self.reads_untagged && self.call.is_none());
-        [tag, untagged.map(|text| (text, None))]
+        let untagged = untagged.map(|text| (text, Spelled::Untagged));
+        if !self.tokenizer.spells_reasoning() || self.call.is_some() {
+            return [tag, untagged, None, None];
+        }
+        let [open, close] = FRAME;
+        let (reasoning, frame) = match (self.is_reasoning, self.answer.is_blank()) {
+            (true, _) => (Some(Marker::CloseReasoning), None),
+            (false, true) => (Some(Marker::OpenReasoning), Some((open, Spelled::OpenAnswer))),
+            (false, false) if self.answer.is_framed => (None, Some((close, Spelled::CloseAnswer))),
+            (false, false) => (None, None),
+        };
+        [tag, untagged, reasoning.map(of_marker), frame]
     }
 }

@@ -146,3 +146,32 @@ fn channel_of_gemma_is_reasoning() {
         assert_eq!(seen(&tags, template, &parts), expected, "{parts:?}");
     }
 }
+
+/// Fault F9: Granite 3.3 spells its tags, and its reasoning came as the answer.
+#[test]
+fn spelled_tags_are_read_where_the_template_has_a_switch() {
+    let text = |reply: &str| {
+        let mut tokenizer = of_bytes(&[], false);
+        tokenizer.spell_reasoning("Write your thoughts between <think></think>.");
+        let mut state = Reply::new(Arc::new(tokenizer), &[], &[], &[]);
+        let mut pieces: Vec<_> = reply.bytes().flat_map(|byte| state.push(byte.into())).collect();
+        pieces.extend(state.finish_turn());
+        summary(pieces)
+    };
+    for (reply, expected) in [
+        ("<think>Hm.</think>\n<response>Yes.</response>", "reasoning[Hm.] answer[Yes.]"),
+        (
+            "<think>\nHm <b>.\n</think>\n\nYes, </think> <think>.",
+            "reasoning[Hm <b>.] answer[Yes, </think> <think>.]",
+        ),
+        ("<response>1 < 2 </resp</response>", "answer[1 < 2 </resp]"),
+        ("Yes, <response> and <think> are tags.", "answer[Yes, <response> and <think> are tags.]"),
+        ("<think>a</think><think>b</think>c", "reasoning[a\n\nb] answer[c]"),
+        (
+            "<think>Hm.",
+            "reasoning[Hm.] note[the model ended its reply within its reasoning, so there is no answer]",
+        ),
+    ] {
+        assert_eq!(text(reply), expected, "{reply}");
+    }
+}
