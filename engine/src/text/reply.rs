@@ -56,7 +56,7 @@ mod tags;
 
 use call::{Call, Ending};
 use message::{GAP, Message};
-use tags::{Place, Spelled};
+use tags::Place;
 
 /// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
@@ -406,74 +406,6 @@ impl Reply {
         let rest = std::mem::take(&mut self.leftover);
         self.add_to_phase(&rest);
         self.spans.clear();
-    }
-
-    /// Adds whole characters; finds the tags of calls if they are not tokens.
-    fn text(&mut self, text: &str) {
-        if text.is_empty() {
-            return;
-        }
-        self.add_raw(text);
-        if self.message.is_some() {
-            return self.message_text(text);
-        }
-        let Some(held) = self.spelled.as_mut().map(std::mem::take) else {
-            return self.add_to_phase(text);
-        };
-        self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
-        let mut rest = held + text;
-        loop {
-            let Some((at, tag, kind)) = self.find_tag(&rest) else {
-                let held = rest.split_off(rest.len() - self.partial_tag(&rest));
-                self.consume(rest.len());
-                self.add_to_phase(&rest);
-                rest = std::mem::take(&mut self.leftover);
-                if rest.is_empty() {
-                    self.spelled = Some(held);
-                    return;
-                }
-                rest += &held;
-                continue;
-            };
-            self.add_to_phase(&rest[..at]);
-            self.consume(at);
-            rest.drain(..at);
-            if !self.leftover.is_empty() {
-                rest.insert_str(0, &std::mem::take(&mut self.leftover));
-                continue;
-            }
-            self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
-            match kind {
-                Spelled::Marker(marker) => self.marker(marker),
-                Spelled::OpenAnswer => {
-                    self.answer.drop_blank();
-                    self.answer.is_framed = true;
-                }
-                Spelled::CloseAnswer => self.answer.is_framed = false,
-                Spelled::Untagged => {
-                    // Text may be quoted, a token is not.
-                    let is_token = self.tokenizer.id(tag).is_some();
-                    if !self.is_reasoning && (is_token || self.answer.place.may_begin_call()) {
-                        self.call = Some(Call::untagged(self.tag));
-                    }
-                    self.add_to_phase(tag);
-                }
-            }
-            self.consume(tag.len());
-            rest.drain(..tag.len());
-        }
-    }
-
-    /// Removes `bytes` from the front of `spans`.
-    fn consume(&mut self, mut bytes: usize) {
-        while let Some((_, left)) = self.spans.front_mut() {
-            if *left > bytes {
-                *left -= bytes;
-                return;
-            }
-            bytes -= *left;
-            self.spans.pop_front();
-        }
     }
 
     /// Adds text to the current phase.
