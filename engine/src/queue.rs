@@ -770,7 +770,7 @@ mod tests {
     fn the_requests_of_a_body_take_turns_with_others() {
         let queue = Queue::new(3);
         let of = |profile: &str| Request { profile: profile.into(), ..Request::default() };
-        let embedding = Some(Embedding { dimensions: None });
+        let embedding = Some(Embedding { dimensions: None, truncates: false });
         let text = || Choices::from(Request { embedding, ..of("a") });
         let mut texts = queue.add_all((0..100).map(|_| text()).collect()).unwrap();
         let _events = [queue.add(of("b")).unwrap(), queue.add(of("a")).unwrap()];

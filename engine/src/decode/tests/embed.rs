@@ -175,7 +175,7 @@ fn a_text_that_is_too_long_is_cut_if_the_client_allows_it() {
         let mut request = embed(&prompt[..60], None);
         request.embedding = Some(Embedding { dimensions: None, truncates });
         let (events, _receiver) = tokio::sync::mpsc::unbounded_channel();
-        decoder.preparer.prepare_choices(Job { request, events }, Vec::new())
+        decoder.preparer.prepare_choices(0, Job { request, events }, Vec::new())
     };
     assert_eq!(prepare(true).unwrap().notes, ["the text was cut: it has 60 tokens, 40 fit"]);
     let refused = prepare(false).err();

@@ -44,7 +44,7 @@ fn choices(request: Request, count: u64) -> Choices {
 }
 
 fn text(tokens: usize) -> Choices {
-    let embedding = Some(Embedding { dimensions: None });
+    let embedding = Some(Embedding { dimensions: None, truncates: false });
     Request { embedding, ignores_end: false, ..request("default", tokens, 0) }.into()
 }
 

@@ -234,7 +234,8 @@ fn a_conversation_of_many_messages_is_prepared_on_a_small_stack() {
             ..Message::default()
         };
         let messages: Vec<_> = (0..1500).map(turn).collect();
-        text.prompt(&messages, &[], &Map::new(), None, true).map(|tokens| tokens.len())
+        let variables = Variables { messages: &messages, ..Variables::default() };
+        text.prompt(&variables).map(|tokens| tokens.len())
     };
     let thread = std::thread::Builder::new().stack_size(256 << 10).spawn(prepare).unwrap();
     assert!(thread.join().unwrap().unwrap() > 15_000);
