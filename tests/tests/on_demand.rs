@@ -137,8 +137,8 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     assert!(count("loads") > 3 && count("loads") == count("unloads"), "{last:?}");
     assert_eq!(active_memory().unwrap(), before, "all arrays of models that left are freed");
     // One engine more may have run at the same time since, on a thread with one of MLX.
-    let threads = engine_threads();
-    assert!(threads <= threads_at_first + 2, "{threads_at_first} threads became {threads}");
+    let now = engine_threads();
+    assert!(now <= threads_at_first + 2, "{threads_at_first} threads became {now}");
     for name in NAMES {
         assert!(data.path().join(format!("state-{name}.redb")).is_file(), "{name}");
     }
