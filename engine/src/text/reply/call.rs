@@ -267,9 +267,17 @@ impl Reply {
                 Ending::Limit => "did not complete a call",
             };
             self.note_call(what, &reading);
-            let rest = call.content.split_off(reading.stopped);
-            if reading.state == State::Malformed {
-                self.add_text(&(rest + end));
+            let rest = call.content.split_off(reading.stopped) + end;
+            // A whole reply has all of it as text, in which blocks of code may begin and end.
+            if complete == 0 && call.kind == Kind::Tagged {
+                self.answer.place.push(self.tokenizer.marker_text(Marker::OpenCall));
+            }
+            let start = if complete == 0 { 0 } else { reading.tail.min(call.content.len()) };
+            self.answer.place.push(&call.content[start..]);
+            self.answer.visible = true;
+            match reading.state {
+                State::Malformed => self.add_text(&rest),
+                State::Complete | State::Early { .. } => self.answer.place.push(&rest),
             }
         } else {
             if reading.has_name() {
