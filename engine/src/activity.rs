@@ -20,7 +20,7 @@ pub struct Activity {
     pub awaiting_policy: usize,
     /// Requests that wait for a prefix which a sequence computes.
     pub awaiting_prefix: usize,
-    /// Sequences that were preempted and wait for memory.
+    /// Sequences that were preempted, and choices that wait for a turn of their profile.
     pub preempted: usize,
     /// Passes of the model over prompts and replies.
     pub passes: u64,

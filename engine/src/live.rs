@@ -26,7 +26,7 @@ pub enum Stage {
     Answer,
     /// It writes a tool call.
     ToolCall,
-    /// It waits for memory.
+    /// It waits for memory, or for a slot that another profile has taken.
     Preempted,
 }
 

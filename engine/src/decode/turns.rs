@@ -83,13 +83,13 @@ impl Decoder {
         let due = due.map(|waiting| (waiting.prepared.request.profile.as_str(), waiting.since));
         let claims = preempted.chain(due).map(|(profile, since)| Claim { profile, since });
         let claims: Vec<Claim<'_>> = claims.collect();
-        let (mut is_blocked, mut owing) = (false, None);
+        let (has_slot, mut is_blocked, mut owing) = (self.has_slot(), false, None);
         let running = |profile: &str| counts.of(profile).running;
         let next = self.queue.next(&claims, running, |candidate| {
             if is_blocked || !self.may_run(candidate, &counts) {
                 return Decision::Wait;
             }
-            if self.has_slot() && self.has_memory_for(candidate) {
+            if has_slot && self.has_memory_for(candidate) {
                 return Decision::Start;
             }
             is_blocked = true;

@@ -51,9 +51,9 @@ fn text(tokens: usize) -> Choices {
 /// Every kind of body that fans out. Embeddings and reranking are both texts.
 fn large_bodies() -> [(&'static str, Vec<Choices>); 3] {
     [
-        ("n", vec![choices(request("default", 150, 60), 32)]),
-        ("prompts", (0..4).map(|i| choices(request("default", 90 + i, 40), 8)).collect()),
-        ("texts", (0..64).map(|i| text(200 + i)).collect()),
+        ("n", vec![choices(request("default", 150, 24), 16)]),
+        ("prompts", (0..3).map(|i| choices(request("default", 90 + i, 16), 6)).collect()),
+        ("texts", (0..24).map(|i| text(200 + i)).collect()),
     ]
 }
 
@@ -110,7 +110,7 @@ fn one_request_delays_another_profile_by_at_most_a_turn() {
             let decoder = &mut decoder(name);
             let events = decoder.queue.add_all(body).unwrap();
             (0..8).for_each(|_| turn(decoder));
-            for i in 0..12 {
+            for i in 0..6 {
                 let taken = steps(decoder, small());
                 assert!(taken <= idle + 1, "{name}, {kind}: small {i} took {taken}, alone {idle}");
             }
@@ -178,8 +178,8 @@ fn the_limit_of_a_profile_counts_what_a_request_splits_into() {
     }
 }
 
-/// Within a profile the bodies take turns: a small request waits for one slot, and not for the rest of 32 choices
-/// or 64 texts.
+/// Within a profile the bodies take turns: a small request waits for one slot, and not for the rest of the choices
+/// or texts.
 #[test]
 fn a_small_request_of_the_same_profile_comes_at_its_turn() {
     for (kind, body) in large_bodies() {
@@ -188,6 +188,6 @@ fn a_small_request_of_the_same_profile_comes_at_its_turn() {
         (0..8).for_each(|_| turn(decoder));
         let taken = steps(decoder, request("default", 12, 4));
         // The longest of those that run, and its own.
-        assert!(taken <= 60 + 10, "{kind}: {taken}");
+        assert!(taken <= 24 + 10, "{kind}: {taken}");
     }
 }
