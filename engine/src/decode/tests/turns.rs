@@ -187,7 +187,7 @@ fn a_small_request_of_the_same_profile_comes_at_its_turn() {
         let _events = decoder.queue.add_all(body).unwrap();
         (0..8).for_each(|_| turn(decoder));
         let taken = steps(decoder, request("default", 12, 4));
-        // The longest of those that run, and its own.
-        assert!(taken <= 24 + 10, "{kind}: {taken}");
+        // Two turns of 24 steps, and its own steps; all of the large one takes 75 and more.
+        assert!(taken <= 48 + 10, "{kind}: {taken}");
     }
 }
