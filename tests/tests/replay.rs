@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use steersman_engine::Engine;
 use steersman_engine::config::Profile;
 use steersman_engine::policy::{
     Answer, Call, Component, Golden, Host, PolicyConfig, Record, Storage, shipped,
@@ -106,12 +107,13 @@ fn calls_on_threads_are_recorded_and_replay_as_those_on_the_engine_thread() {
         let mut profile = steersman_tests::profile(path.display().to_string());
         profile.policy.trace_text = true;
         config.profiles.insert("slow".into(), profile);
-        let engine = Running::start(config, folder.path());
+        let running = Running::start(config, folder.path());
+        let engine: &Engine = &running;
         let reply = std::thread::scope(|scope| {
             for question in ["What is the capital of Italy?", QUESTION] {
-                scope.spawn(|| run(&engine, ask(question)));
+                scope.spawn(|| run(engine, ask(question)));
             }
-            run(&engine, Request { seed: Some(7), ..reasoner("slow") })
+            run(engine, Request { seed: Some(7), ..reasoner("slow") })
         });
         let mut records = engine.policies().traces().get("of slow").unwrap();
         let golden = Golden::parse(&lines(&records)).unwrap();
