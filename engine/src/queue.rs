@@ -534,7 +534,8 @@ impl State {
         // A thread of the lane without forms passes over requests with one, and takes what stands behind them.
         let is_in_lane = |&i: &usize| {
             let entry = &self.entries[i];
-            lane == Lane::All || !entry.has_form || entry.waiting.is_empty()
+            let is_prepared = entry.waiting.is_empty() && !entry.ready.is_empty();
+            lane == Lane::All || !entry.has_form || is_prepared
         };
         let order: Vec<usize> = self.order(&[], |_| 0).into_iter().filter(is_in_lane).collect();
         let is_first = |&i: &usize| {

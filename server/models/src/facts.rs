@@ -391,7 +391,7 @@ mod tests {
     #[test]
     fn a_configuration_as_python_writes_it_is_read() {
         let folder = tempfile::tempdir().unwrap();
-        model(folder.path(), &json!({}), &json!({}));
+        model(folder.path(), &json!({}), &json!({"a": {"dtype": "F32", "shape": [1]}}));
         let text = r#"{"model_type": "nemotron_h", "time_step_limit": [0.0, Infinity], "x": NaN}"#;
         fs::write(folder.path().join("config.json"), text).unwrap();
         assert_eq!(Facts::read(folder.path()).unwrap().family, "nemotron_h");

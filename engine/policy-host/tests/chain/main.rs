@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use steersman_policy_host::{
-    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Counted, Failure, HookInput, Labels, Link,
-    LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptEdit, PromptView,
-    Recorder, Refusal, Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange,
-    SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias,
-    ToolCallView, Traces, Verdict, apply_edits,
+    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Counted, Failure, HookInput, Labels,
+    Link, LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptEdit,
+    PromptView, Recorder, Refusal, Replacement, RequestView, Retention, STEP_TOKENS,
+    SamplingChange, SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView,
+    TokenBias, ToolCallView, Traces, Verdict, apply_edits,
 };
 use steersman_test_support::Random;
 

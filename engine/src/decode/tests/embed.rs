@@ -53,6 +53,7 @@ fn embedding(mut events: UnboundedReceiver<Event>) -> Result<Vec<f32>, Error> {
             }
             Event::Failed(error) => return Err(error),
             Event::Started { cached_tokens, .. } => assert_eq!(cached_tokens, 0),
+            Event::Note { .. } => {}
             event => panic!("{event:?}"),
         }
     }

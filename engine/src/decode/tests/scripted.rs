@@ -51,7 +51,8 @@ pub fn family(name: &str, config: Config, call_tokens: bool) -> Decoder {
         "<think>",
         "<|im_end|>",
     ];
-    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}\
+    let template = "{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}\
+        {% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}\
         {% if add_generation_prompt %}it: {% if enable_thinking %}<think>{% endif %}{% endif %}";
     with_tokens(name, config, added, template)
 }
@@ -61,7 +62,8 @@ pub fn family_of_messages(name: &str, config: Config) -> Decoder {
     let tags = crate::text::harmony::TAGS;
     let added = ["<unused0>"].into_iter().chain(*tags).chain(["<|im_end|>"]);
     let added: Vec<&str> = added.collect();
-    let template = "{#- <|channel|> #}{% for m in messages %}<|start|>{{ m.role }}<|message|>\
+    let template = "{#- <|channel|> #}{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}\
+        {% for m in messages %}<|start|>{{ m.role }}<|message|>\
         {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}";
     with_tokens(name, config, added.try_into().unwrap(), template)
 }

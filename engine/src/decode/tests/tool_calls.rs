@@ -173,13 +173,14 @@ fn calls_are_accepted_after_the_limit_of_repairs() {
         }
         again(step)
     };
-    let verdicts = vec![Verdict::Repair("Again. ".into()); 10];
+    // After this text the random model writes whole characters, so that nothing of them is sent after the tag.
+    let verdicts = vec![Verdict::Repair("Once more: ".into()); 10];
     let (script, seen) = judged(steps, &verdicts);
     let ran = run_plain(decoder, &request, script);
     assert!(!ran.calls.is_empty());
     assert_eq!(seen.lock().len(), ran.calls.len() + MAX_REPAIRS as usize);
     let index: Vec<u32> = seen.lock().iter().map(|view| view.index).collect();
-    assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
+    assert_eq!(index[..6], [0, 0, 0, 0, 0, 1], "{ran:?}");
 }
 
 /// The end of the reply completes a call without a closing tag.

@@ -20,7 +20,8 @@ fn harmony() -> Text {
         added.push(json!({"id": id, "content": content, "special": true, "single_word": false,
             "lstrip": false, "rstrip": false, "normalized": false}));
     }
-    let template = "{#- <|channel|> #}{% for message in messages %}<|start|>{{ message.role }}\
+    let template = "{#- <|channel|> #}{% for tool in tools or [] %}{{ tool.function.name }}, {% endfor %}\
+        {% for message in messages %}<|start|>{{ message.role }}\
         <|message|>{{ message.content }}<|end|>{% endfor %}\
         {% if add_generation_prompt %}<|start|>assistant{% endif %}";
     let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text);
