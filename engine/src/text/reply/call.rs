@@ -101,28 +101,25 @@ impl Reply {
             self.flush_text();
         }
         let Some(mut call) = self.call.take() else { return };
-        let reading = match ending {
+        let (reading, end) = match ending {
             Ending::Model => self.read_whole(&mut call),
-            Ending::Limit => self.read(&call, false),
+            Ending::Limit => (self.read(&call, false), String::new()),
         };
-        self.end_call(call, reading, ending, "");
+        self.end_call(call, reading, ending, &end);
         let rest = std::mem::take(&mut self.leftover);
         self.add_text(&rest);
     }
 
-    /// Reads a call that the model has ended. A value without an end holds the closing tag, too, which is
-    /// then none of its text.
-    fn read_whole(&self, call: &mut Call) -> Reading {
+    /// Reads a call that the model has ended. If a value without an end holds the closing tag, the tag is cut off the
+    /// call and returned.
+    fn read_whole(&self, call: &mut Call) -> (Reading, String) {
         let reading = self.read(call, true);
-        if reading.state != (State::Early { is_in_value: true }) {
-            return reading;
-        }
         let length = self.certain_length(&call.content);
-        if length == call.content.len() {
-            return reading;
+        if reading.state != (State::Early { is_in_value: true }) || length == call.content.len() {
+            return (reading, String::new());
         }
-        call.content.truncate(length);
-        self.read(call, true)
+        let tag = call.content.split_off(length);
+        (self.read(call, true), tag)
     }
 
     /// Length of `content` without a closing tag at its end.
@@ -212,7 +209,7 @@ impl Reply {
         }
         let tag = self.tokenizer.marker_text(marker);
         let is_closed = self.certain_length(&call.content) < call.content.len();
-        let mut reading = self.read(&call, true);
+        let (mut reading, mut end) = (self.read(&call, true), String::new());
         // Inside a value tags are text: the call may write a file about calls.
         if reading.state == (State::Early { is_in_value: true }) {
             if marker != Marker::CloseReasoning && !(marker == Marker::OpenCall && is_closed) {
@@ -220,10 +217,12 @@ impl Reply {
                 self.call = Some(call);
                 return;
             }
-            reading = self.read_whole(&mut call);
+            (reading, end) = self.read_whole(&mut call);
         }
-        let end = if marker == Marker::CloseCall { tag } else { "" };
-        self.end_call(call, reading, Ending::Model, end);
+        if marker == Marker::CloseCall {
+            end.push_str(tag);
+        }
+        self.end_call(call, reading, Ending::Model, &end);
         let rest = std::mem::take(&mut self.leftover);
         self.add_text(&rest);
         match marker {
