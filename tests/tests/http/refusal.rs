@@ -158,7 +158,7 @@ async fn invalid_values_are_rejected_by_path() {
             "chat_template_kwargs.enable_thinking",
             "true or false",
         ),
-        (json!({"reasoning_effort": "huge"}), "invalid_type", "reasoning_effort", "`medium`"),
+        (json!({"reasoning_effort": "huge"}), "invalid_type", "reasoning_effort", "\"medium\""),
         (
             both(think(json!(false)), json!({"reasoning_effort": "high"})),
             "invalid_value",

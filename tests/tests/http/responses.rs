@@ -458,7 +458,7 @@ async fn a_response_that_cannot_be_stored_says_so() {
     assert!(metrics.contains("steersman_responses_not_stored_total 2\n"), "{metrics}");
     // What the client did not ask to store has no note.
     let (_, reply) = create(&app, json!({"input": "one", "store": false})).await;
-    assert_eq!(reply["steersman"]["notes"], json!([]));
+    assert_eq!(reply["steersman"]["notes"], json!(["routed: plain"]));
 }
 
 #[tokio::test]

@@ -35,7 +35,7 @@ const MODES: &[(&str, Gets)] = &[
     ("cursor", Tools(2)),
     ("names", Tools(2)),
     ("many-tools", Tools(256)),
-    ("long-tools", Tools(34)),
+    ("long-tools", Tools(4)),
     ("nested", Missing),
     ("parts", Missing),
     ("stderr", ALL),
