@@ -143,8 +143,7 @@ pub fn speculation_prompts(kinds: &[&str], count: usize) -> Vec<Request> {
 
 /// A configuration for tests: the CPU in f32, a machine whose costs are fixed, otherwise defaults.
 pub fn config() -> Config {
-    let mut config = Config::default();
-    config.machine = MachineCosts::Fixed;
+    let mut config = Config { machine: MachineCosts::Fixed, ..Config::default() };
     config.model.device = Device::Cpu;
     config.model.dtype = Dtype::F32;
     config

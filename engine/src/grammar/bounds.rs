@@ -513,7 +513,6 @@ impl Sets {
                             sets.counts[usize::from(byte)] += 1.0;
                         }
                     }
-                    drop(first);
                     todo.extend_from_slice(exprs.get_args(e));
                 }
                 // The first bytes of a complement are disjoint.

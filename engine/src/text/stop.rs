@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn a_long_stop_string_costs_no_more_than_a_short_one() {
         let long = "ab".repeat(2000) + "c";
-        let mut matcher = Stop::new(&[long.clone()]);
+        let mut matcher = Stop::new(std::slice::from_ref(&long));
         let copy = matcher.clone();
         assert!(Arc::ptr_eq(&matcher.patterns, &copy.patterns), "copies share the stop strings");
         for _ in 0..3 {

@@ -219,7 +219,7 @@ fn a_choice_of_thousands_of_texts_is_enforced() {
     let texts: Vec<String> = (0..4_000).map(|i| format!("option {i}")).collect();
     let request = of_form(Form::Choice(texts));
     assert_eq!(takes(&request, "option 3999"), (true, true));
-    assert_eq!(takes(&request, "option 39999").0, false);
+    assert!(!takes(&request, "option 39999").0);
     let choice =
         |texts: &[&str]| of_form(Form::Choice(texts.iter().map(|t| t.to_string()).collect()));
     assert_eq!(takes(&choice(&["", "a", "ab"]), ""), (true, true));

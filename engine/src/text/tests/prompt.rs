@@ -229,7 +229,7 @@ fn a_conversation_of_many_messages_is_prepared_on_a_small_stack() {
     let text = tiny();
     let prepare = move || {
         let turn = |i: usize| Message {
-            role: if i % 2 == 0 { "user" } else { "assistant" }.into(),
+            role: if i.is_multiple_of(2) { "user" } else { "assistant" }.into(),
             content: format!("Message {i} says something."),
             ..Message::default()
         };
