@@ -146,7 +146,7 @@ fn some_plan(random: &mut Random) -> Plan {
             maybe(random, route)
         },
         limit_counts: {
-            let counted = [Counted::Answer, Counted::Reply][random.below(2) as usize];
+            let counted = [Counted::Answer, Counted::Reply][random.below(2)];
             maybe(random, counted)
         },
     }
