@@ -43,7 +43,7 @@ static CONTRACT: LazyLock<Contract> = LazyLock::new(|| {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../wit");
     let (package, _) = resolve.push_dir(folder).expect("wit/ is valid");
     let mut sizes = SizeAlign::default();
-    sizes.fill(&resolve);
+    sizes.fill(&resolve).expect("all types have a size");
     Contract { resolve, package, sizes }
 });
 
@@ -225,11 +225,11 @@ pub fn encode(
     core.push(')');
 
     let mut module = wat::parse_str(&core).unwrap_or_else(|error| panic!("{error}\n{core}"));
-    embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8)
+    embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8, false)
         .expect("the world can be encoded");
     ComponentEncoder::default()
         .module(&module)
-        .and_then(|mut encoder| encoder.encode())
+        .and_then(|encoder| encoder.encode())
         .unwrap_or_else(|error| panic!("{error:?}\n{core}"))
 }
 
