@@ -13,7 +13,7 @@ const FILE_BYTES: u64 = 256 << 20;
 /// The bytes of a regular file, or of one that a GGUF file stands for. Never waits.
 ///
 /// # Errors
-/// Those of [`steersman_files::read`] and [`files::read`].
+/// The errors of [`steersman_files::read`] and [`files::read`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     match files::within(path) {
         Some((gguf, name)) => files::read(gguf, name),

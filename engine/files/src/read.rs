@@ -8,7 +8,7 @@ use std::path::Path;
 /// it.
 ///
 /// # Errors
-/// Those of the system; [`ErrorKind::InvalidInput`] if it is not a regular file.
+/// The errors of the system; [`ErrorKind::InvalidInput`] if it is not a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     // Looked at before as well: to open a device may have effects.
     check(&fs::metadata(path)?)?;

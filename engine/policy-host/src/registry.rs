@@ -72,7 +72,7 @@ pub struct Policies {
     /// one wins in memory and on disk.
     change: Mutex<()>,
     watch: OnceLock<Watch>,
-    /// Of the thread of further attempts, while there is one. It ends when this is dropped.
+    /// The sender to the thread of further attempts, while it runs. The thread ends when the sender is dropped.
     attempts: Mutex<Option<SyncSender<()>>>,
     unusable: Vec<String>,
 }

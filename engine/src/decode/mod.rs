@@ -218,7 +218,7 @@ pub struct Decoder {
     dtype: Dtype,
     /// See [`speculate::near_tie_margin`].
     near_tie_margin: f32,
-    /// Those that run.
+    /// Running sequences, in the order of admission.
     sequences: Vec<Sequence>,
     /// Those that have been preempted, the first to resume first.
     preempted: VecDeque<Sequence>,

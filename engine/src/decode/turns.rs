@@ -36,7 +36,7 @@ struct Counts<'a>(BTreeMap<&'a str, Count>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Count {
-    /// Those that run.
+    /// Number of running sequences of the profile.
     running: usize,
     /// Requests that wait for a prefix which one of them computes.
     awaiting: usize,
