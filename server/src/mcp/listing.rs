@@ -170,7 +170,7 @@ mod tests {
                 "there are too many pages",
                 |n| page([tool(&format!("t{n}"), &"x".repeat(60_000))], Some(&n.to_string())),
                 64,
-                34,
+                LIST_BYTES / 60_000,
             ),
         ];
         for (unread, page, pages, tools) in cases {
