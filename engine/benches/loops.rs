@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use steersman_engine::internals::decode::loops::Detector;
+use steersman_engine::policy::loops::Detector;
 use steersman_engine::policy::LoopRule;
 
 const TOKENS: u32 = 500_000;

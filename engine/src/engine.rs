@@ -9,8 +9,8 @@ use crate::activity::ActivityReporter;
 use crate::error::{RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
-use crate::queue::Queue;
 use crate::request::{Choices, Event, Request};
+use crate::schedule::queue::Queue;
 use crate::text::{Text, Variables};
 
 /// Facts about the loaded model, for the server.

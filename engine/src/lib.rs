@@ -10,19 +10,25 @@ mod activity;
 mod cache;
 pub mod config;
 mod decode;
+mod draft;
 mod engine;
 mod engine_thread;
 mod error;
 mod file;
 mod grammar;
+mod job;
 mod kernels;
 mod live;
 pub mod loading;
+mod measure;
 mod model;
 mod nn;
 mod prefix;
-mod queue;
+mod processor;
 pub mod request;
+mod sample;
+mod schedule;
+mod sequence;
 mod span;
 mod store;
 mod text;
@@ -38,7 +44,9 @@ pub use steersman_policy_host as policy;
 
 /// Commands over a model or a prefix store, without a running engine.
 pub mod tools {
-    pub use crate::decode::{Decoder, Machine, calibrate, machine, passes, verify};
+    pub use crate::decode::Decoder;
+    pub use crate::measure::{calibrate, machine, passes, verify};
+    pub use crate::schedule::memory::Machine;
     pub use crate::store::{
         Fingerprint, ImportReport, KindSize, StoreFile, StoredPrefix, VerifyReport,
     };
@@ -66,5 +74,10 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, grammar, model, nn, prefix, queue, store, text);
+    rooms!(cache, decode, engine, grammar, model, nn, prefix, store, text);
+
+    pub mod queue {
+        pub use crate::job::Job;
+        pub use crate::schedule::queue::*;
+    }
 }

@@ -1,25 +1,25 @@
 //! Admission: turns a prepared request into a sequence, with saved state.
 
 use super::Decoder;
-use super::constrain::Constraint;
-use super::hooks::Hooks;
-use super::loops::Detector;
-use super::outlet::Outlet;
-use super::prepare::Prepared;
-use super::rewind::{PhaseStart, ReplyState};
-use super::sampler::Sampler;
-use super::save_points::retention;
-use super::sequence::{Progress, Sequence};
-use super::steer::Todo;
 use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
 use crate::policy::events::Watch;
+use crate::policy::loops::Detector;
 use crate::request::Event;
+use crate::sample::sampler::Sampler;
+use crate::sequence::constrain::Constraint;
+use crate::sequence::hooks::Hooks;
+use crate::sequence::outlet::Outlet;
+use crate::sequence::prepare::Prepared;
+use crate::sequence::rewind::{PhaseStart, ReplyState};
+use crate::sequence::save_points::retention;
+use crate::sequence::steer::Todo;
+use crate::sequence::{Progress, Sequence};
 
 impl Decoder {
     /// The sequence of a prepared request, with saved state. Does not run the model.
-    pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
+    pub(crate) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
         let prompt = &prepared.prompt;
         let is_whole = prepared.request.needs_whole_prompt();
         self.make_room_for(prompt, is_whole)?;
@@ -43,7 +43,7 @@ impl Decoder {
     }
 
     /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
-    pub(super) fn sequence(&mut self, prepared: Prepared, cache: Cache) -> Result<Sequence> {
+    pub(crate) fn sequence(&mut self, prepared: Prepared, cache: Cache) -> Result<Sequence> {
         let Prepared {
             request,
             events,

@@ -7,34 +7,10 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
-use super::sequence::Sequence;
 use crate::config::Pooling;
 use crate::error::{Error, RequestError, Result};
-use crate::policy::{Answer, Call, Failure, Policy, Session};
 use crate::request::{Embedding, Event};
-
-/// Steers nothing.
-struct Unsteered;
-
-impl Policy for Unsteered {
-    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
-        Ok(call.default_answer())
-    }
-}
-
-/// The policies of a request without a reply.
-pub fn unsteered() -> Session {
-    let policy = Box::new(Unsteered);
-    Session {
-        policy,
-        params: Default::default(),
-        digest: [0; 32],
-        judges_calls: false,
-        shapes_text: false,
-        sees_text: false,
-        policies: 1,
-    }
-}
+use crate::sequence::Sequence;
 
 impl Decoder {
     /// Adds the newest rows of the cache of `sequence`, whose hidden states are [1, R, D], to its embedding,
@@ -42,7 +18,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`RequestError::Field`] if the client wants more dimensions than there are.
-    pub(super) fn pool(
+    pub(crate) fn pool(
         &self,
         sequence: &mut Sequence,
         wish: Embedding,

@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use steersman_cpu_kernels::{Isa, max_threads};
 
-use super::governor::{Costs, ROWS};
-use super::machine;
-use super::memory::PassBytes;
-use super::plan::PassCosts;
 use super::threads;
 use crate::config::{DEPTH, MachineCosts, SpeculationConfig};
+use crate::draft::{Costs, ROWS};
 use crate::file::{self, replace_private};
+use crate::processor::{isa_name, processor};
+use crate::schedule::memory::PassBytes;
+use crate::schedule::plan::PassCosts;
 
 /// Version of the file's format and of what is measured.
 const VERSION: u32 = 1;
@@ -171,7 +171,7 @@ impl Key {
     ) -> Self {
         let device = match mlx_sys::gpu_name() {
             Some(gpu) if !on_cpu => gpu,
-            _ => format!("{} {}", machine::processor(), machine::isa_name(Isa::best())),
+            _ => format!("{} {}", processor(), isa_name(Isa::best())),
         };
         Self {
             version: VERSION,

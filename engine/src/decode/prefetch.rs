@@ -2,39 +2,20 @@
 //!
 //! These are a profile's system text and tools (`profiles.NAME.warm`) and, after a turn, the
 //! conversation as the template will render it when the client sends the reply back, without its
-//! reasoning. They are tokenized like requests (`prepare.rs`). An arriving request takes precedence and
+//! reasoning. They are tokenized like requests (`sequence/prepare.rs`). An arriving request takes precedence and
 //! waits for at most one chunk.
 
-use std::path::Path;
-
 use mlx_rs::transforms::eval;
-use serde::Deserialize;
-use serde_json::Value;
 
-use super::prepare::Preparer;
-use super::sequence::Sequence;
-use super::{Decoder, token_ids};
+use super::Decoder;
 use crate::cache::{Cache, Span};
-use crate::error::{ConfigError, Error, Result, catch_panic};
+use crate::error::{Error, Result, catch_panic};
+use crate::nn::token_ids;
 use crate::prefix::Retention;
-use crate::request::{Message, Request};
+use crate::sequence::expected::Prefix;
 
 /// Tokens of a chunk, for which a request waits at most.
 const CHUNK: usize = 64;
-
-/// A conversation whose next message will have the role `role`.
-pub struct Expected {
-    request: Request,
-    reasoning: Option<bool>,
-    role: &'static str,
-    retention: Retention,
-}
-
-/// The tokens that a request will begin with.
-pub struct Prefix {
-    tokens: Vec<u32>,
-    retention: Retention,
-}
 
 /// A prefix that is being computed.
 pub struct Prefetch {
@@ -42,62 +23,17 @@ pub struct Prefetch {
     cache: Cache,
 }
 
-/// A file named by `warm`: the beginning of a chat request.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Beginning {
-    messages: Vec<Message>,
-    #[serde(default)]
-    tools: Vec<Value>,
-}
-
-impl Expected {
-    /// The prefix in a file of `profile`.
-    ///
-    /// # Errors
-    /// [`ConfigError::Warm`] when the file cannot be read or parsed.
-    pub fn read(profile: &str, path: &Path) -> Result<Self> {
-        let failed = |problem: String| {
-            Error::Config(ConfigError::Warm { profile: profile.into(), path: path.into(), problem })
-        };
-        let text = crate::file::read(path).map_err(|e| failed(e.to_string()))?;
-        let Beginning { messages, tools } =
-            serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
-        let request = Request { profile: profile.into(), messages, tools, ..Request::default() };
-        Ok(Self { request, reasoning: None, role: "user", retention: Retention::default() })
-    }
-
-    /// The conversation of a finished turn.
-    pub fn after(sequence: &Sequence, retention: Retention) -> Self {
-        let mut request = sequence.request.clone();
-        let reply = sequence.reply_message();
-        let role = if reply.tool_calls.is_empty() { "user" } else { "tool" };
-        request.messages.push(reply);
-        Self { request, reasoning: sequence.reasoning, role, retention }
-    }
-}
-
-impl Preparer {
-    /// The prefix of a conversation; an error if the template refuses it.
-    pub(super) fn prefix(&self, expected: &Expected) -> Result<Prefix> {
-        let Expected { request, reasoning, role, retention } = expected;
-        let reasoning = reasoning.or(self.text.supports_reasoning().then_some(true));
-        let tokens = self.shared_prefix(request, request.messages.len(), reasoning, role)?;
-        Ok(Prefix { tokens, retention: *retention })
-    }
-}
-
 impl Decoder {
     /// Stops computing a prefix so that a request can run. It starts again later, from the state saved
     /// last.
-    pub(super) fn interrupt_prefetch(&mut self) {
+    pub(crate) fn interrupt_prefetch(&mut self) {
         if let Some(Prefetch { prefix, .. }) = self.prefetch.take() {
             self.queue.add_prefix(prefix);
         }
     }
 
     /// Computes one chunk; false if there is nothing to prefetch.
-    pub(super) fn prefetch_chunk(&mut self) -> bool {
+    pub(crate) fn prefetch_chunk(&mut self) -> bool {
         let running = match self.prefetch.take() {
             Some(running) => Ok(running),
             None => match self.queue.take_prefix() {

@@ -7,21 +7,20 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::prefetch::Expected;
-use super::prepare::{self, Prepared, log_refused};
-use super::sequence::Sequence;
+use super::preparation;
 use super::{Decoder, memory};
 use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
-use crate::queue::{Next, Queue};
 use crate::request::{Event, Request};
+use crate::schedule::queue::{Next, Queue};
+use crate::sequence::Sequence;
+use crate::sequence::expected::Expected;
+use crate::sequence::hooks::ENDING;
+use crate::sequence::prepare::{Prepared, log_refused};
 
 /// Longest wait for an answer of a policy, after which clients that have disconnected and deadlines are
 /// noticed.
 const POLL: Duration = Duration::from_millis(5);
-
-/// The stage of a request at its end, for errors.
-pub const ENDING: &str = "being finished";
 
 impl Decoder {
     /// Serves requests until every handle is dropped or the engine is stopped, then flushes the store.
@@ -30,10 +29,11 @@ impl Decoder {
         std::thread::scope(|scope| {
             // Also after a panic: nobody may wait for this thread then.
             let _ended = Ended(&queue);
-            for lane in prepare::THREADS {
+            for lane in preparation::THREADS {
                 let thread = std::thread::Builder::new().name("prepare".into());
                 let (queue, preparer) = (&queue, &preparer);
-                let spawned = thread.spawn_scoped(scope, move || preparer.serve(queue, lane));
+                let spawned =
+                    thread.spawn_scoped(scope, move || preparation::serve(preparer, queue, lane));
                 spawned.expect("the system has room for another thread");
             }
             self.serve();
@@ -82,7 +82,7 @@ impl Decoder {
     }
 
     /// Waits for a moment if all `running` sequences wait for their policies.
-    pub(super) fn wait_for_policies(&self, running: &[Sequence]) {
+    pub(crate) fn wait_for_policies(&self, running: &[Sequence]) {
         if !running.is_empty() && running.iter().all(|sequence| sequence.hooks.is_away()) {
             let is_back = || running.iter().any(|sequence| sequence.hooks.is_back());
             self.queue.wait_unless(is_back, POLL);
@@ -91,7 +91,7 @@ impl Decoder {
 
     /// Whether another sequence may run. Those whose `on-finish` is being called count, but one may always run:
     /// the loop must not spin while threads finish others.
-    pub(super) fn has_slot(&self) -> bool {
+    pub(crate) fn has_slot(&self) -> bool {
         let running = self.sequences.len();
         running == 0 || running + self.hook_threads.finishing() < self.max_running
     }
@@ -101,7 +101,7 @@ impl Decoder {
         self.sequences.drain(..).chain(self.preempted.drain(..)).collect()
     }
 
-    pub(super) fn start_request(&mut self, prepared: Prepared) {
+    pub(crate) fn start_request(&mut self, prepared: Prepared) {
         self.interrupt_prefetch();
         let Request { id, span, .. } = &prepared.request;
         let (id, span, events) = (id.clone(), span.clone(), prepared.events.clone());
@@ -116,7 +116,7 @@ impl Decoder {
     }
 
     /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
-    pub(super) fn step(&mut self) {
+    pub(crate) fn step(&mut self) {
         self.end_unwanted();
         self.start_requests();
         self.make_room_for_step();
@@ -167,7 +167,7 @@ impl Decoder {
     }
 
     /// Finishes a request that has ended; returns one that has not, or whose policy is called on a thread.
-    pub(super) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
+    pub(crate) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
         if let Some(error) = sequence.take_failure() {
             self.fail(&mut sequence, error);
             return None;
@@ -203,7 +203,7 @@ impl Decoder {
     }
 
     /// Ends a request with an error; its sequence is dropped afterwards.
-    pub(super) fn fail(&mut self, sequence: &mut Sequence, error: Error) {
+    pub(crate) fn fail(&mut self, sequence: &mut Sequence, error: Error) {
         if let Error::Panic { .. } = error {
             self.recover_from(&error);
             sequence.abandon(error);
@@ -247,7 +247,7 @@ impl Decoder {
     }
 
     /// Empties the prefix cache after a panic, which may have left it halfway through a change.
-    pub(super) fn recover_from(&mut self, error: &Error) {
+    pub(crate) fn recover_from(&mut self, error: &Error) {
         if let Error::Panic { .. } = error {
             self.prefixes.clear_memory();
         }

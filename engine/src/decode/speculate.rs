@@ -2,7 +2,7 @@
 //!
 //! All sequences first commit their sampled tokens, so that drafts continue from known tokens: tokens that
 //! were sampled together are read together, and the step cannot be queued before that. The governor of
-//! the pass ([`super::governor`]) has expected the drafts to be worth the wait. A sequence that drafts runs
+//! the pass ([`crate::draft::governor`]) has expected the drafts to be worth the wait. A sequence that drafts runs
 //! its last token together with the draft, in the one pass of the step. The tokens sampled after each row decide how many drafted
 //! tokens are committed, one after the other as if each had been sampled alone: policy, stop strings
 //! and limits see no difference. Rows after the last committed one are rewound, whether a drafted
@@ -21,35 +21,16 @@ use std::time::Instant;
 use mlx_rs::Dtype;
 
 use super::Decoder;
-use super::draft::{
-    self, DraftTokens, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter,
-    Networks, NgramDrafter, discount_rates,
-};
-use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, Permit, TrialTime};
-use super::next_token::Sampled;
-use super::samples::SampleOf;
-use super::sequence::Sequence;
 use crate::config::DraftKind;
+use crate::draft::{
+    self, Choice, Costs, DraftTokens, Drafted, Drafter, EarlyExitDrafter, Governor, Member, Mode,
+    ModelDrafter, MtpDrafter, Networks, NgramDrafter, Offer, Permit, TrialTime, discount_rates,
+    governor,
+};
 use crate::error::{Result, catch_panic};
 use crate::kernels::cpu;
-
-/// Drafted tokens, from proposal to verification.
-pub struct Draft {
-    /// Index of the drafter that proposed them.
-    drafter: usize,
-    pub tokens: DraftTokens,
-    /// Position of the row before them, that of the last committed token.
-    pub position: usize,
-    pub pass: Option<VerifyPass>,
-}
-
-/// Result of the pass over the last committed token and the drafted tokens.
-pub struct VerifyPass {
-    /// Of its m + 1 rows.
-    pub hidden: HiddenRows,
-    /// The token sampled after the first row. Those of the other rows follow it.
-    pub first: SampleOf,
-}
+use crate::sequence::Sequence;
+use crate::sequence::next_token::{Draft, Sampled, VerifyPass};
 
 /// The drafts of a step, from whose time the costs are learned.
 pub struct DraftedStep {
@@ -116,7 +97,7 @@ pub fn near_tie_margin(dtype: Dtype, kv_bits: u32) -> f32 {
 impl Decoder {
     /// The drafters that the configuration names and the weights allow, for a request with the prompt
     /// `tokens`.
-    pub(super) fn new_drafters(&self, tokens: &[u32]) -> Result<Vec<Box<dyn Drafter>>> {
+    pub(crate) fn new_drafters(&self, tokens: &[u32]) -> Result<Vec<Box<dyn Drafter>>> {
         let mut drafters: Vec<Box<dyn Drafter>> = Vec::new();
         for kind in &self.speculation.drafts {
             match kind {
@@ -148,14 +129,14 @@ impl Decoder {
     }
 
     /// The governor of a new request: a copy of the previous request's.
-    pub(super) fn new_governor(&self) -> Option<Governor> {
+    pub(crate) fn new_governor(&self) -> Option<Governor> {
         let new = || Governor::new(Mode::Auto, self.speculation.depth);
         self.costs
             .map(|_| self.learned_governor.as_ref().map_or_else(new, Governor::for_next_request))
     }
 
     /// The networks that draft.
-    pub(super) fn networks(&self) -> Networks<'_> {
+    pub(crate) fn networks(&self) -> Networks<'_> {
         Networks {
             model: &*self.model,
             part: self.pass(),
@@ -167,7 +148,7 @@ impl Decoder {
 
     /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
     /// committed first, and always where passes run at once. Returns `None` for a step without drafts.
-    pub(super) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
+    pub(crate) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         if streams == 0 {
             return None;
@@ -277,7 +258,7 @@ impl Decoder {
     }
 
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
-    pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
+    pub(crate) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
         let Draft { drafter, tokens, position, pass } = draft;
         let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
         let (sampled, margins) = first.with_next(tokens.count())?;
@@ -332,7 +313,7 @@ impl Decoder {
     }
 
     /// Keeps the acceptance rates and the governor of `sequence` for the next request.
-    pub(super) fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
+    pub(crate) fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
         for drafter in &mut sequence.drafters {
             self.learned_rates[drafter.kind() as usize] = drafter.learned_rates().to_vec();
         }
@@ -351,10 +332,10 @@ fn equal_tokens(draft: &[u32], sampled: &[u32]) -> usize {
 mod tests {
     use mlx_rs::Array;
 
-    use super::super::noise::mix;
-    use super::super::sample::{Row, sample};
     use super::*;
     use crate::request::Sampling;
+    use crate::sample::noise::mix;
+    use crate::sample::rows::{Row, sample};
 
     /// Probabilities of the next token after each of five tokens, for a model and for a drafter that
     /// is roughly right.

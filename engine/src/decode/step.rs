@@ -16,21 +16,21 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
-use super::draft::HiddenRows;
-use super::governor::Governor;
-use super::memory::{Before, Section};
-use super::next_token::{Computing, NextLogits, Sampled, StepInput};
-use super::plan::{self, Budget, Pending};
-use super::sample::Row;
-use super::samples::{Input, Logits, SampleOf, Samples};
-use super::sequence::{STEP_ROWS, Sequence};
-use super::speculate::{DraftedStep, VerifyPass};
+use super::speculate::DraftedStep;
 use crate::activity::StepTimes;
 use crate::cache::{Checkpoint, Span};
+use crate::draft::Governor;
+use crate::draft::HiddenRows;
 use crate::error::{Error, Result, catch_panic};
 use crate::kernels::cpu::{self, queue};
 use crate::nn::pick_rows;
 use crate::request::{FinishReason, Sampling};
+use crate::sample::rows::Row;
+use crate::sample::samples::{Input, Logits, SampleOf, Samples};
+use crate::schedule::memory::{Before, Section};
+use crate::schedule::plan::{self, Budget, Pending};
+use crate::sequence::next_token::{Computing, NextLogits, Sampled, StepInput, VerifyPass};
+use crate::sequence::{STEP_ROWS, Sequence};
 
 /// What one sequence ran in a pass.
 struct Ran {
@@ -76,7 +76,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
-    pub(super) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
+    pub(crate) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
         for sequence in running.iter_mut().filter(|sequence| sequence.hooks.is_back()) {
             let steered = catch_panic(sequence.stage(), || self.take_answer(sequence));
             sequence.check(steered);
@@ -190,7 +190,7 @@ impl Decoder {
 
     /// Commits a sampled token. A near-tie in a pass with other sequences is computed again in a pass
     /// of its own instead, and false is returned: the token does not depend on who else is there.
-    pub(super) fn commit_unless_near_tie(
+    pub(crate) fn commit_unless_near_tie(
         &mut self,
         sequence: &mut Sequence,
         sampled: Sampled,
@@ -375,7 +375,7 @@ impl Decoder {
     }
 
     /// The rows of prompt that each sequence runs in this step.
-    pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+    pub(crate) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
         let profile = |sequence: &Sequence| {
             let is_of = |other: &Sequence| other.request.profile == sequence.request.profile;
             running.iter().position(is_of).unwrap_or_default()

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
-use super::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
-use super::governor::greedy_pass;
-use super::sampler::Sampler;
-use super::verify::{DecodePath, Outcome};
 use crate::config::{Activations, Config, Device, DraftKind, MachineCosts};
+use crate::draft::greedy_pass;
+use crate::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
+use crate::measure::verify::{DecodePath, Outcome};
 use crate::model::Pass;
 use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request, Sampling};
+use crate::sample::sampler::Sampler;
 
 mod actions;
 mod await_prefix;
@@ -36,7 +36,7 @@ mod turns;
 
 const TOKENS: usize = 48;
 
-pub(super) fn decoder() -> Decoder {
+pub(crate) fn decoder() -> Decoder {
     load(Config::default())
 }
 
@@ -59,7 +59,7 @@ fn load_from(folder: &Path, mut config: Config) -> Decoder {
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 
-pub(super) fn ask(question: &str) -> Request {
+pub(crate) fn ask(question: &str) -> Request {
     let content = question.into();
     Request {
         profile: "default".into(),

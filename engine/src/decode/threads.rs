@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 use mlx_rs::transforms::eval;
 use nix::sys::resource::{UsageWho, getrusage};
 
-use super::governor::{greedy_pass, probe_tokens};
 use crate::cache::Cache;
 use crate::config::DEPTH;
+use crate::draft::{greedy_pass, probe_tokens};
 use crate::error::Result;
 use crate::kernels;
 use crate::model::{Model, Pass};

@@ -10,19 +10,18 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::Decoder;
-use super::embed::unsteered;
-use super::token_ids;
-use super::verify::{DecodePath, always};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
+use crate::job::Job;
 use crate::kernels::cuda;
 use crate::loading;
 use crate::model::{Model, Pass};
+use crate::nn::token_ids;
 use crate::policy::SamplingPatch;
 use crate::prefix::Prefixes;
-use crate::queue::Job;
 use crate::request::{Penalties, RawPrompt, Request};
+use crate::sequence::unsteered::unsteered;
 
 /// Spans and rows of each in the passes whose kernels are compiled beforehand: steps, drafts, prompts.
 const PASSES: [(usize, usize); 13] = [
@@ -108,7 +107,7 @@ fn make_pass(model: &dyn Model, spans: usize, rows: usize, draft: bool) -> Resul
 
 impl Decoder {
     /// Runs requests of every kind. A failure costs time later.
-    pub(super) fn warm_up(&mut self) {
+    pub(crate) fn warm_up(&mut self) {
         let start = Instant::now();
         let learned = (self.costs, self.pass_costs, self.debt, self.trial_time);
         let empty = self.prefixes.empty();
@@ -156,11 +155,7 @@ impl Decoder {
             let request = request(i, length.min(self.preparer.context / 2));
             let prepared = self.preparer.prepare_with(Job { request, events }, unsteered())?;
             let mut sequence = self.admit(prepared)?;
-            let path = kind.map_or(DecodePath::Plain, DecodePath::Drafted);
-            self.restrict_drafting(&mut sequence, path, None);
-            if kind.is_some() {
-                sequence.governor = always(1 + 2 * i % DEPTH);
-            }
+            sequence.draft_always(kind, 1 + 2 * i % DEPTH);
             running.push(sequence);
         }
         while !running.is_empty() {

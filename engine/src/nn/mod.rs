@@ -35,7 +35,7 @@ pub use moe::{Experts, Groups, Mlp, Moe, Shared};
 pub use norm::{LayerNorm, RmsNorm};
 pub use packed::{DENSE_ROWS, Mode, OwnKernel, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
-pub use rows::{beside, joined_rows, pick_rows, rows_of};
+pub use rows::{beside, joined_rows, pick_rows, rows_of, token_ids};
 pub use runs::by_run;
 
 use mlx_rs::Array;

@@ -1,4 +1,4 @@
-//! Rows of passes: cut out, picked and joined. Where the operations of a pass run at once, picking and joining do as well.
+//! Rows of passes: made of tokens, cut out, picked and joined. Where the operations of a pass run at once, picking and joining do as well.
 
 use std::ops::Range;
 
@@ -8,6 +8,12 @@ use mlx_rs::ops::indexing::TryIndexOp;
 
 use crate::error::Result;
 use crate::kernels::cpu;
+
+/// Token ids as an array, u32 [R].
+pub fn token_ids(tokens: &[u32]) -> Array {
+    let rows = i32::try_from(tokens.len()).expect("a context has fewer than 2^31 tokens");
+    Array::from_slice(tokens, &[rows])
+}
 
 /// Rows of `x` [1, R, ..].
 pub fn rows_of(x: &Array, rows: Range<i32>) -> Result<Array> {

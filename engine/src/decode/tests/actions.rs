@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
-use crate::decode::apply::INJECTED_TOKENS;
-use crate::decode::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{
     Action, Ban, Bias, PromptEdit, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
 };
 use crate::request::{FinishReason, Request, Sampling};
+use crate::sequence::apply::INJECTED_TOKENS;
+use crate::sequence::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
 
 /// A hybrid, a sliding and a dense family.
 const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];

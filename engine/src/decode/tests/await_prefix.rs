@@ -5,9 +5,9 @@ use tokio::sync::mpsc::{self, UnboundedReceiver};
 use super::scripted::family;
 use crate::config::Config;
 use crate::decode::Decoder;
-use crate::decode::prepare::Prepared;
-use crate::queue::Job;
+use crate::job::Job;
 use crate::request::{Embedding, Event, RawPrompt, Request};
+use crate::sequence::prepare::Prepared;
 
 /// A request whose prompt has `common` tokens that all begin with, and `others` of its own.
 fn request(common: usize, others: usize, of: u32) -> Request {

@@ -11,7 +11,7 @@ use steersman_test_support::Random;
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{
     Action, Ban, Bias, Plan, SamplingChange, SamplingPatch, Step, TextChange, TextVerdict,
     TextView, TokenBias,

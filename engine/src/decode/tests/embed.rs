@@ -9,7 +9,7 @@ use super::scripted::*;
 use crate::config::{Config, Pooling};
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
-use crate::queue::Job;
+use crate::job::Job;
 use crate::request::{Embedding, Event, RawPrompt, Request};
 
 const POOLINGS: [(&str, Pooling); 2] = [("last", Pooling::Last), ("mean", Pooling::Mean)];

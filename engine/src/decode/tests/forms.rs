@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, AnswerForm, Plan, SamplingPatch, TokenBias, Vocabulary};
 use crate::request::{FinishReason, Form, Penalties, Request, ResponseFormat, ToolChoice};
 

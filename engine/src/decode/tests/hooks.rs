@@ -8,11 +8,11 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::sequence::Sequence;
-use crate::decode::verify::DecodePath;
 use crate::error::{Error, RequestError};
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, Ban, Bias, SamplingChange, SamplingPatch, Step, TokenBias, Verdict};
 use crate::request::{Event, Request};
+use crate::sequence::Sequence;
 
 /// A policy that is not known to be quick. Each call of `on-step` waits until the test allows it, or drops
 /// the sender.

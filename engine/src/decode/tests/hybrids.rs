@@ -2,7 +2,7 @@
 
 use super::scripted::{ask, family};
 use crate::config::{Config, DraftKind};
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 
 /// Chunks, restored state, rejected and accepted drafts, batches and preemption: each reply is the plain one.
 #[test]

@@ -3,10 +3,10 @@
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind, ProfileLimits};
-use crate::decode::limits::Bounds;
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, Ban, Counted, Plan};
 use crate::request::{FinishReason, Form, RawPrompt, Request, ResponseFormat};
+use crate::sequence::limits::Bounds;
 
 /// Tokens of reasoning after which the scripts below close it.
 const REASONING: u32 = 20;
@@ -185,7 +185,7 @@ fn each_limit_counts_what_it_says() {
     /// `engine.max_tokens`.
     const DEFAULT: u32 = 1000;
     /// Tokens that a policy may inject beside the budget of the reasoning.
-    const INJECTED: u32 = crate::decode::apply::INJECTED_TOKENS as u32;
+    const INJECTED: u32 = crate::sequence::apply::INJECTED_TOKENS as u32;
     /// Tokens of the context after the prompt.
     const LEFT: usize = 3000;
     struct Cell {

@@ -9,8 +9,8 @@ use tokio::sync::mpsc;
 use super::scripted::*;
 use crate::config::Config;
 use crate::error::{Error, RequestError};
+use crate::job::Job;
 use crate::policy::TokenBias;
-use crate::queue::Job;
 use crate::request::{Event, FinishReason, RawPrompt, Request};
 
 /// The prompt of a family's fixture, and the logarithmic probabilities of all tokens after each of its

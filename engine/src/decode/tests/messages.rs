@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, Bias, SamplingPatch, Step, TokenBias, Verdict};
 use crate::request::{FinishReason, Form, Request, ResponseFormat, ToolChoice};
 

@@ -9,10 +9,10 @@ use super::scripted::*;
 use super::tool_calls::writes;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::outlet::ADDED_BYTES;
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, HELD_BYTES, Step, TextChange, TextVerdict, TextView};
 use crate::request::{FinishReason, Request};
+use crate::sequence::outlet::ADDED_BYTES;
 
 fn decoder() -> Decoder {
     family("qwen3_next", Config::default(), true)

@@ -6,9 +6,9 @@ use super::scripted::{self, family};
 use super::{ask, bundled_model, load_from};
 use crate::config::{Config, Device, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::DecodePath;
+use crate::job::Job;
+use crate::measure::verify::DecodePath;
 use crate::policy::SamplingPatch;
-use crate::queue::Job;
 use crate::request::{Event, Request};
 
 /// Starts a request; returns its events.

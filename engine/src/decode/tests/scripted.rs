@@ -7,24 +7,25 @@ use mlx_rs::Array;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 
-use super::super::Decoder;
-use super::super::noise::mix;
-use super::super::prepare::Prepared;
-use super::super::sample::{Row, sample};
-use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
+use crate::decode::Decoder;
+use crate::job::Job;
+use crate::measure::verify::DecodePath;
 use crate::policy::{
     Action, Answer, Call, Chain, Failure, Hook, Labels, Link, Plan, Policy, PromptEdit, Recorder,
     Replacement, SamplingPatch, Session, Step, Summary, TextVerdict, TextView, ToolCallView,
     Verdict,
 };
 use crate::prefix::Retention;
-use crate::queue::{Job, Taken};
 use crate::request::{
     CallDelta, Choice, Choices, Event, FinishReason, Logprob, Message, PromptToken, Request,
     Sampling, ToolCall, Usage,
 };
+use crate::sample::noise::mix;
+use crate::sample::rows::{Row, sample};
+use crate::schedule::queue::Taken;
+use crate::sequence::prepare::Prepared;
 use crate::text::Piece;
 
 /// The tokens before a prefix, before a suffix, and before what is filled in.

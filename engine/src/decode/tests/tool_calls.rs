@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::DecodePath;
+use crate::measure::verify::DecodePath;
 use crate::policy::{Action, Bias, MAX_REPAIRS, Step, TokenBias, ToolCallView, Verdict};
 use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
 

@@ -1,0 +1,228 @@
+//! Who runs next: requests of the queue, preempted sequences, choices and requests behind a prefix start in the
+//! turns of their profiles, and no profile keeps the others out.
+//!
+//! The queue has the order (`queue.rs`); here is decided who of them may start. A body asks for as many sequences
+//! as it has texts and choices, up to several hundred, each of which may run for an hour. So that it never delays a
+//! request of another profile by more than a turn:
+//!
+//! - Each sequence but the first of a body waits for a turn of its profile, also a choice whose prompt has run
+//!   already (`choices.rs`). The profile with the fewest running sequences comes first.
+//! - If there is no slot or no memory for it, and another profile runs at least two sequences more, one of these is
+//!   preempted (`preempt.rs`). It resumes in a turn of its own without a changed token. The difference shrinks each
+//!   time, so this ends.
+//! - `limits.requests` bounds the sequences of a profile that run ([`Request::running_limit`]).
+//! - Rows of prompt in a step are shared among profiles (`plan.rs`), and so is memory: the sequence that is preempted
+//!   for the next step is one of the profile with the most.
+//!
+//! What waits for room and is owed none keeps all others waiting, who would take it. So a single sequence that takes
+//! all memory, or the only slot, delays others until it ends.
+//!
+//! [`Request::running_limit`]: crate::request::Request::running_limit
+
+use std::collections::BTreeMap;
+
+use super::plan::{self, Candidate as Victim};
+use super::queue::{Candidate, Claim, Decision, Next};
+use crate::decode::Decoder;
+use crate::error::catch_panic;
+use crate::prefix::Retention;
+use crate::request::Request;
+use crate::sequence::Sequence;
+use crate::sequence::prepare::Prepared;
+
+/// The sequences of each profile.
+#[derive(Default)]
+struct Counts<'a>(BTreeMap<&'a str, Count>);
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Count {
+    /// Number of running sequences of the profile.
+    running: usize,
+    /// Requests that wait for a prefix which one of them computes.
+    awaiting: usize,
+}
+
+impl Counts<'_> {
+    fn of(&self, profile: &str) -> Count {
+        self.0.get(profile).copied().unwrap_or_default()
+    }
+
+    /// The profile with the most running sequences, if it has at least two more than `profile`.
+    fn owing(&self, profile: &str) -> Option<&str> {
+        let (most, count) = self.0.iter().max_by_key(|(_, count)| count.running)?;
+        (count.running >= self.of(profile).running + 2).then_some(*most)
+    }
+}
+
+impl Decoder {
+    /// Starts and resumes requests while there is room, in the turns of their profiles.
+    pub(crate) fn start_requests(&mut self) {
+        loop {
+            self.share_computed_prefixes();
+            let (next, owing) = self.next_turn();
+            match next {
+                Next::Start(prepared) => match self.computing_prefix_of(&prepared) {
+                    Some((at, tokens)) => self.await_prefix(*prepared, at, tokens),
+                    None => self.start_request(*prepared),
+                },
+                Next::Resume(claim) => self.start_claim(claim),
+                Next::MakeRoom => match owing.and_then(|profile| self.victim_of(&profile)) {
+                    Some(victim) => self.displace(victim),
+                    None => return,
+                },
+                Next::Nothing | Next::End => return,
+            }
+        }
+    }
+
+    /// The next turn, and the profile that makes room for it.
+    fn next_turn(&self) -> (Next, Option<String>) {
+        let counts = self.counts();
+        let preempted = self.preempted.iter().map(|s| (s.request.profile.as_str(), s.since));
+        let due = self.due_requests().map(|at| &self.awaiting_prefix[at]);
+        let due = due.map(|waiting| (waiting.prepared.request.profile.as_str(), waiting.since));
+        let claims = preempted.chain(due).map(|(profile, since)| Claim { profile, since });
+        let claims: Vec<Claim<'_>> = claims.collect();
+        let (has_slot, mut is_blocked, mut owing) = (self.has_slot(), false, None);
+        let running = |profile: &str| counts.of(profile).running;
+        let next = self.queue.next(&claims, running, |candidate| {
+            if is_blocked || !self.may_run(candidate, &counts) {
+                return Decision::Wait;
+            }
+            if has_slot && self.has_memory_for(candidate) {
+                return Decision::Start;
+            }
+            is_blocked = true;
+            owing = counts.owing(&self.request_of(candidate).profile).map(str::to_string);
+            if owing.is_some() { Decision::MakeRoom } else { Decision::Wait }
+        });
+        (next, owing)
+    }
+
+    /// Whether the limits on sequences and on instances of policies let it run.
+    fn may_run(&self, candidate: Candidate<'_>, counts: &Counts<'_>) -> bool {
+        let Request { profile, running_limit, .. } = self.request_of(candidate);
+        let Count { running, awaiting } = counts.of(profile);
+        let is_new = matches!(candidate, Candidate::Ready(_));
+        let own = running + if is_new { awaiting } else { 0 };
+        // Requests behind a prefix hold instances of their policies, as those that run.
+        let held = self.sequences.len() + self.awaiting_prefix.len();
+        let may_hold = !is_new || own == 0 || held < self.max_running;
+        may_hold && (*running_limit == 0 || own < *running_limit)
+    }
+
+    fn request_of<'a>(&'a self, candidate: Candidate<'a>) -> &'a Request {
+        match candidate {
+            Candidate::Ready(prepared) => &prepared.request,
+            Candidate::Claim(claim) => match self.preempted.get(claim) {
+                Some(sequence) => &sequence.request,
+                None => &self.due_request(claim).request,
+            },
+        }
+    }
+
+    fn has_memory_for(&self, candidate: Candidate<'_>) -> bool {
+        match candidate {
+            Candidate::Ready(prepared) => self.has_room_for(prepared),
+            Candidate::Claim(claim) => match self.preempted.get(claim) {
+                Some(sequence) => self.has_room_to_resume(sequence),
+                None => self.has_room_for(self.due_request(claim)),
+            },
+        }
+    }
+
+    /// The request behind a prefix with this number among the claims.
+    fn due_request(&self, claim: usize) -> &Prepared {
+        let at = self.due_requests().nth(claim - self.preempted.len());
+        &self.awaiting_prefix[at.expect("a claim is a preempted sequence or a due request")]
+            .prepared
+    }
+
+    fn start_claim(&mut self, claim: usize) {
+        let since = self.queue.stamp();
+        let body = match self.preempted.remove(claim) {
+            Some(sequence) => {
+                let body = sequence.body;
+                self.resume(sequence);
+                body
+            }
+            None => {
+                let at = self.due_requests().nth(claim - self.preempted.len());
+                let at = at.expect("a claim is a preempted sequence or a due request");
+                let prepared = self.awaiting_prefix.remove(at).prepared;
+                let body = prepared.body;
+                self.start_request(prepared);
+                body
+            }
+        };
+        // The rest of the body goes behind what waits. One that was preempted for memory stays first.
+        for sequence in self.preempted.iter_mut().filter(|s| s.body == body && s.since > 0) {
+            sequence.since = since;
+        }
+    }
+
+    fn counts(&self) -> Counts<'_> {
+        let mut counts = Counts::default();
+        for sequence in &self.sequences {
+            counts.0.entry(&sequence.request.profile).or_default().running += 1;
+        }
+        for waiting in &self.awaiting_prefix {
+            counts.0.entry(&waiting.prepared.request.profile).or_default().awaiting += 1;
+        }
+        counts
+    }
+
+    /// Whether a choice of this request may start without waiting for its turn: nobody waits, or there is a slot
+    /// for everybody who does.
+    pub(crate) fn may_start_choice(&self, choice: &Prepared) -> bool {
+        let limit = choice.request.running_limit;
+        let taken = self.sequences.len() + self.hook_threads.finishing() + self.queue.waiting();
+        taken < self.max_running
+            && self.preempted.is_empty()
+            && self.awaiting_prefix.is_empty()
+            && (limit == 0 || self.counts().of(&choice.request.profile).running < limit)
+            && self.has_room_for(choice)
+    }
+
+    /// The sequence that makes room, if `profile` has the most.
+    fn victim_of(&self, profile: &str) -> Option<usize> {
+        let of_profile = |(_, sequence): &(usize, &Sequence)| sequence.request.profile == profile;
+        let (places, running): (Vec<usize>, Vec<Victim>) =
+            self.sequences.iter().enumerate().filter(of_profile).map(victim).unzip();
+        plan::victim(&running).map(|at| places[at])
+    }
+
+    /// Preempts the sequence at `at` for a request of another profile. There is memory for its state, unless that
+    /// is what the other one needs.
+    fn displace(&mut self, at: usize) {
+        let mut sequence = self.sequences.remove(at);
+        sequence.since = self.queue.stamp();
+        let runs =
+            sequence.cache.position <= sequence.tokens.len() && sequence.stale_from.is_none();
+        if runs && sequence.saves_anywhere && !sequence.hooks.is_away() {
+            let saved = catch_panic("being preempted", || {
+                self.save(&sequence, Retention::default());
+                Ok(())
+            });
+            if let Err(error) = saved {
+                return self.fail(&mut sequence, error);
+            }
+        }
+        self.preempt(sequence);
+    }
+
+    /// Sequences that run, as the choice of whom to preempt sees them.
+    pub(crate) fn victims(&self) -> Vec<Victim> {
+        let counts = self.counts();
+        let victim = |entry: (usize, &Sequence)| {
+            let of_profile = counts.of(&entry.1.request.profile).running;
+            Victim { of_profile, ..victim(entry).1 }
+        };
+        self.sequences.iter().enumerate().map(victim).collect()
+    }
+}
+
+fn victim((at, sequence): (usize, &Sequence)) -> (usize, Victim) {
+    let (computed, preempted) = (sequence.cache.position, sequence.preempted);
+    (at, Victim { computed, preempted, of_profile: 0 })
+}

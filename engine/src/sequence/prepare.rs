@@ -1,0 +1,589 @@
+//! Preparation: a request's policies, prompt and plan, before the engine thread admits it.
+//!
+//! `on-prompt` edits system text, the conversation is rendered and tokenized, and `on-request` returns
+//! the plan. A long conversation takes seconds, so that this is done on threads of its own (`decode/preparation.rs`):
+//! the engine thread computes meanwhile, and other requests pass. Text is limited by
+//! `engine.prompt_bytes`, template and policies have limits of their own, and a request that is no
+//! longer wanted is dropped between two steps. A panic costs its request only.
+//!
+//! Never sees an array, the model or a cache.
+
+use std::collections::BTreeMap;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+
+use super::limits::{Bounds, Limits};
+use super::save_points::is_system;
+use super::tool_calls::digest;
+use super::unsteered::unsteered;
+use crate::config::{Profile, ProfileLimits};
+use crate::error::{Error, RequestError, Result};
+use crate::grammar::{Grammar, Grammars};
+use crate::job::{Job, OtherChoice};
+use crate::policy::{
+    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, Hook, MESSAGE_BYTES, MESSAGES, MessageView,
+    Params, Plan, Policies, PromptEdit, PromptView, Refusal, Replacement, RequestView,
+    SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
+};
+use crate::prefix::Retention;
+use crate::request::{Event, Message, Request, ResponseFormat, Sampling};
+use crate::text::{Reply, Text, Variables};
+
+/// The stage of a request here, for errors.
+pub const STAGE: &str = "being prepared";
+
+/// What preparation needs to know of the model, the profiles and their policies.
+pub struct Preparer {
+    pub text: Text,
+    pub grammars: Arc<Grammars>,
+    pub policies: Arc<Policies>,
+    pub profiles: BTreeMap<String, Profile>,
+    pub name: String,
+    pub family: &'static str,
+    /// Unfinished SHA-256 over weights, number format and text; a request's policies complete it.
+    pub model_digest: Sha256,
+    /// Tokens of prompt and reply together.
+    pub context: usize,
+    /// Most tokens of a reply whose request sets no limit.
+    pub max_tokens: u32,
+    /// Most bytes of a rendered conversation.
+    pub prompt_bytes: usize,
+    /// [`crate::prefix::Prefixes::save_interval`]
+    pub save_interval: Option<usize>,
+}
+
+/// A request that the engine thread can admit.
+pub struct Prepared {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason and the client did not ask.
+    pub reasoning: Option<bool>,
+    pub prompt: Vec<u32>,
+    /// What the form of the reply allows; `None` if it is free.
+    pub grammar: Option<Grammar>,
+    /// The empty reply to `prompt`.
+    pub reply: Reply,
+    pub plan: Plan,
+    pub policy: Session,
+    pub seed: u64,
+    /// What policy and limits have changed so far, in words.
+    pub notes: Vec<String>,
+    /// Save points of the prompt, ascending.
+    pub save_points: Vec<(usize, Retention)>,
+    pub limits: Limits,
+    pub sampling: Sampling,
+    /// For [`Event::Started`].
+    pub fingerprint: String,
+    /// The other choices of the same request.
+    pub others: Vec<Prepared>,
+    /// Identifies the body that asks for it; 0 outside of the queue.
+    pub body: u64,
+}
+
+impl Prepared {
+    /// The channels of its choices, the first one first.
+    pub fn channels(&self) -> Vec<mpsc::UnboundedSender<Event>> {
+        let others = self.others.iter().map(|other| other.events.clone());
+        std::iter::once(self.events.clone()).chain(others).collect()
+    }
+}
+
+/// A prompt, and notes on how the template got the conversation.
+type Tokenized = (Vec<u32>, Vec<String>);
+
+/// The prompts of the choices of one request so far: a long conversation takes seconds to render and to
+/// tokenize, and its choices would take them again and again.
+#[derive(Default)]
+struct Prompts {
+    /// Those of the conversation as it was sent, by whether they are rendered for reasoning.
+    as_sent: Vec<(Option<bool>, Tokenized)>,
+    /// That of the first choice.
+    first: Option<Vec<u32>>,
+}
+
+impl Prompts {
+    /// The prompt for `reasoning`, which `tokenize` computes unless another choice has it. Only the
+    /// conversation as it was sent is the same for all.
+    fn get(
+        &mut self,
+        is_as_sent: bool,
+        reasoning: Option<bool>,
+        tokenize: impl FnOnce() -> Result<Tokenized>,
+    ) -> Result<Tokenized> {
+        if !is_as_sent {
+            return tokenize();
+        }
+        if let Some((_, known)) = self.as_sent.iter().find(|(known, _)| *known == reasoning) {
+            return Ok(known.clone());
+        }
+        let prompt = tokenize()?;
+        self.as_sent.push((reasoning, prompt.clone()));
+        Ok(prompt)
+    }
+
+    /// Whether `prompt` is that of a first choice before this one, which it becomes if there is none.
+    fn is_of_first(&mut self, prompt: &[u32]) -> bool {
+        match &self.first {
+            Some(first) => first == prompt,
+            None => {
+                self.first = Some(prompt.to_vec());
+                false
+            }
+        }
+    }
+}
+
+impl Preparer {
+    /// Prepares a request of `body` with its other choices. The policies of each decide on their own; what
+    /// they leave alone is rendered once, and held once.
+    pub fn prepare_choices(
+        &self,
+        body: u64,
+        job: Job,
+        others: Vec<OtherChoice>,
+    ) -> Result<Prepared> {
+        let request = (!others.is_empty()).then(|| job.request.clone());
+        let mut prompts = Prompts::default();
+        let mut first = Prepared { body, ..self.prepare_beside(job, &mut prompts)? };
+        for other in others {
+            let Some(request) = &request else { break };
+            let mut prepared = self.prepare_beside(other.of(request), &mut prompts)?;
+            if let (Some(own), Some(grammar)) = (&mut prepared.grammar, &first.grammar) {
+                own.share(grammar);
+            }
+            first.others.push(Prepared { body, ..prepared });
+        }
+        Ok(first)
+    }
+
+    /// Prepares a request.
+    pub fn prepare(&self, job: Job) -> Result<Prepared> {
+        self.prepare_beside(job, &mut Prompts::default())
+    }
+
+    /// [`Preparer::prepare`] of a choice whose other choices have these `prompts`.
+    fn prepare_beside(&self, job: Job, prompts: &mut Prompts) -> Result<Prepared> {
+        let span = job.request.span.clone();
+        let _entered = span.0.enter();
+        let Request { profile, id, embedding, .. } = &job.request;
+        let session = match embedding {
+            Some(_) => unsteered(),
+            None => {
+                let vocabulary: Arc<dyn Vocabulary> = self.grammars.clone();
+                self.policies.start(profile, id, &vocabulary)?
+            }
+        };
+        self.prepare_choice(job, session, prompts)
+    }
+
+    /// [`Preparer::prepare`], with the policies given.
+    pub fn prepare_with(&self, job: Job, policy: Session) -> Result<Prepared> {
+        self.prepare_choice(job, policy, &mut Prompts::default())
+    }
+
+    fn prepare_choice(
+        &self,
+        mut job: Job,
+        mut policy: Session,
+        prompts: &mut Prompts,
+    ) -> Result<Prepared> {
+        // First, so that a form that cannot be enforced is refused at once.
+        let mut grammar = self.grammars.compile(&job.request)?;
+        let params = policy.params.clone();
+        let request = &mut job.request;
+        let limits =
+            self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
+        let (bounds, lowered) = Bounds::new(request, limits, self.max_tokens);
+        let mut notes: Vec<_> = lowered.into_iter().collect();
+        notes.extend(apply_budget(request, limits));
+        let edited = edit_system_text(request, &params, &mut policy)?;
+        let can_reason = request.prompt.is_none() && self.text.supports_reasoning();
+        // A budget of zero tokens disables reasoning.
+        let wish =
+            if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
+        if wish == Some(true) && request.prompt.is_none() && !self.text.can_be_told_to_reason() {
+            notes.push("the model does not reason: the request for it has no effect".into());
+        }
+        // A wish reaches templates whose reasoning is not read, too.
+        let mut reasoning = can_reason.then_some(wish.unwrap_or(true)).or(wish);
+        let is_as_sent = edited.is_empty();
+        let (mut prompt, mut written) =
+            prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
+        let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        let view = self.view(&job.request, bounds, &params, prompt.len(), seed);
+        let mut plan = job.request.span.ask(&mut policy, &view)?;
+        if let Some(Refusal { status, message }) = plan.refuse.take() {
+            // Cast: positions fit i32.
+            let (reason, prompt_tokens) = ("refused".into(), prompt.len() as u32);
+            let summary = Summary { reason, prompt_tokens, ..Summary::default() };
+            job.request.span.ask(&mut policy, &summary)?;
+            return Err(RequestError::Refused { status, message }.into());
+        }
+        if let Some(route) = plan.route.take() {
+            match self.check_route(&job.request, &route) {
+                Ok(()) => {
+                    let (reason, prompt_tokens) = ("routed".into(), prompt.len() as u32);
+                    let summary = Summary { reason, prompt_tokens, ..Summary::default() };
+                    job.request.span.ask(&mut policy, &summary)?;
+                    return Err(RequestError::Routed { route }.into());
+                }
+                Err(why) => notes.push(format!("did not route to `{route}`: {why}")),
+            }
+        }
+        if policy.shapes_text && job.request.logprobs.take().is_some() {
+            notes.push("left out probabilities of tokens: a policy changes the text".into());
+        }
+        add_stops(&mut job.request, &mut plan);
+        let (bounds, lowered) = Bounds::planned(&job.request, limits, self.max_tokens, &plan);
+        notes.extend(lowered);
+        let offers_fewer = plan.tools.take().map(|names| offer(&mut job.request, &names));
+        let offers_fewer = match offers_fewer {
+            Some(Ok(offers_fewer)) => offers_fewer,
+            Some(Err(why)) => {
+                notes.push(format!("left out no tools, as a policy planned: {why}"));
+                false
+            }
+            None => false,
+        };
+        if offers_fewer {
+            grammar = self.grammars.compile(&job.request)?;
+        }
+        if let Some(form) = plan.form.take() {
+            match self.plan_form(&mut job.request, form) {
+                Ok(planned) => grammar = planned,
+                Err(why) => notes.push(format!("left out the form that a policy planned: {why}")),
+            }
+        }
+        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true)).or(wish);
+        if planned != reasoning || offers_fewer {
+            reasoning = planned;
+            let is_as_sent = is_as_sent && !offers_fewer;
+            (prompt, written) =
+                prompts.get(is_as_sent, reasoning, || self.tokenize(&job, reasoning))?;
+        }
+        notes.extend(written);
+        if job.request.embedding.is_some_and(|embedding| embedding.truncates) {
+            let limit = self.longest_prompt(limits);
+            let tokens = prompt.len();
+            if self.text.truncate(&mut prompt, limit)? {
+                notes.push(format!("the text was cut: it has {tokens} tokens, {limit} fit"));
+            }
+        }
+        self.check_length(&prompt, &job.request.profile, limits)?;
+        job.check(STAGE)?;
+        // A prompt that runs for the first choice is saved by that.
+        let save_points = match prompts.is_of_first(&prompt) {
+            true => Vec::new(),
+            false => self.save_points(&job.request, reasoning, &prompt, &plan)?,
+        };
+        notes.extend(policy.take_notes());
+        notes.extend(edited);
+        notes.extend(plan.note.clone());
+        let Job { request, events } = job;
+        let mut reply = self.text.reply(&prompt, &request.stop, &request.tools);
+        // A verdict is on a whole call, which the client must not have before it.
+        if request.streams_calls && !policy.judges_calls {
+            reply.stream_calls();
+        }
+        if grammar.is_none() {
+            reply.read_untagged_calls();
+        }
+        if request.tool_choice.is_required {
+            reply.require_call();
+        }
+        Ok(Prepared {
+            grammar,
+            reply,
+            limits: bounds.limits(
+                &plan,
+                request.reasoning_budget,
+                limits.reasoning_budget,
+                [self.context, self.context - prompt.len()],
+            ),
+            sampling: self.sampling(&request, &plan),
+            fingerprint: self.fingerprint(&policy.digest),
+            request,
+            events,
+            reasoning,
+            prompt,
+            plan,
+            policy,
+            seed,
+            notes,
+            save_points,
+            others: Vec::new(),
+            body: 0,
+        })
+    }
+
+    /// Checks that `request` may be routed.
+    ///
+    /// # Errors
+    /// Why not.
+    fn check_route(&self, request: &Request, route: &str) -> std::result::Result<(), &'static str> {
+        let routes = self.profiles.get(&request.profile).map_or(&[][..], |p| &p.routes);
+        if request.is_routed {
+            return Err("the request has been routed already");
+        }
+        if !routes.iter().any(|granted| granted == route) {
+            return Err("the profile does not have it in `routes`");
+        }
+        Ok(())
+    }
+
+    /// Gives the answer the form that the policy plans; returns the grammar of the reply.
+    ///
+    /// # Errors
+    /// Why the form does not apply.
+    fn plan_form(
+        &self,
+        request: &mut Request,
+        form: AnswerForm,
+    ) -> std::result::Result<Option<Grammar>, String> {
+        let obstacles = [
+            (request.response_format.is_some(), "the client demands one"),
+            (request.tool_choice.is_required, "the client demands a tool call"),
+            (request.ignores_end, "the client set ignore_eos"),
+            (request.min_tokens > 0, "the client set min_tokens"),
+        ];
+        if let Some((_, why)) = obstacles.iter().find(|(is_there, _)| *is_there) {
+            return Err((*why).into());
+        }
+        request.response_format = Some(ResponseFormat::planned(form)?);
+        // The form alone can be enforced, or the policy would have failed: so this is about the tools.
+        self.grammars.compile(request).map_err(|error| {
+            request.response_format = None;
+            error.to_string()
+        })
+    }
+
+    fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Tokenized> {
+        job.check(STAGE)?;
+        if let Some(prompt) = &job.request.prompt {
+            return Ok((self.text.raw_prompt(prompt)?, Vec::new()));
+        }
+        let mut prompt = self.text.render_prompt(&Variables::of(&job.request, reasoning))?;
+        // The template may repeat what the client sent once.
+        let (bytes, limit) = (prompt.bytes(), self.prompt_bytes);
+        if bytes > limit {
+            return Err(RequestError::PromptBytes { bytes, limit }.into());
+        }
+        job.check(STAGE)?;
+        Ok((self.text.encode_rendered(&prompt)?, prompt.take_notes()))
+    }
+
+    /// Most tokens of a prompt.
+    fn longest_prompt(&self, limits: ProfileLimits) -> usize {
+        let of_profile = (limits.prompt_tokens > 0).then_some(limits.prompt_tokens);
+        of_profile.map_or(self.context - 1, |limit| limit.min(self.context - 1))
+    }
+
+    fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {
+        let tokens = prompt.len();
+        if tokens == 0 {
+            return Err(RequestError::EmptyPrompt.into());
+        }
+        let limit = limits.prompt_tokens;
+        if limit > 0 && tokens > limit {
+            let profile = profile.into();
+            return Err(RequestError::PromptTooLong { tokens, limit, profile }.into());
+        }
+        let limit = self.context - 1;
+        if tokens > limit {
+            return Err(RequestError::ContextTooLong { tokens, limit }.into());
+        }
+        Ok(())
+    }
+
+    /// `system_fingerprint` of a request whose policies have this digest.
+    fn fingerprint(&self, policies: &[u8; 32]) -> String {
+        let mut sha = self.model_digest.clone();
+        sha.update(policies);
+        hex::encode(&sha.finalize()[..6])
+    }
+
+    /// The policy's view of the request.
+    fn view(
+        &self,
+        request: &Request,
+        bounds: Bounds,
+        params: &Params,
+        prompt_tokens: usize,
+        seed: u64,
+    ) -> RequestView {
+        let of_role = |role: &'static str| request.messages.iter().filter(move |m| m.role == role);
+        let system = of_role("system").chain(of_role("developer"));
+        let user = of_role("user").next_back().map_or("", |m| m.content.as_str());
+        let description = |tool| cut(of_tool(tool, "description"), DESCRIPTION_BYTES);
+        let older = request.messages.len().saturating_sub(MESSAGES);
+        // Casts: positions fit i32 (see `Decoder::load`), and so do counts within a request body.
+        RequestView {
+            id: request.id.clone(),
+            profile: request.profile.clone(),
+            model: self.name.clone(),
+            family: self.family.into(),
+            params: params.clone(),
+            prompt_tokens: prompt_tokens as u32,
+            context_left: self.context.saturating_sub(prompt_tokens) as u32,
+            messages: request.messages.len() as u32,
+            system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
+            user: cut(user, USER_BYTES),
+            tools: request.tools.iter().map(|tool| of_tool(tool, "name").to_string()).collect(),
+            can_reason: request.prompt.is_none() && self.text.supports_reasoning(),
+            reasoning: request.reasoning,
+            reasoning_budget: request.reasoning_budget,
+            max_tokens: Some(bounds.reply()),
+            max_answer_tokens: bounds.answer,
+            form: request.response_format.as_ref().map(ResponseFormat::seen),
+            sampling: request.sampling,
+            seed,
+            time: UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs()),
+            caller: request.caller.clone(),
+            conversation: request.messages[older..].iter().map(message_view).collect(),
+            tool_descriptions: request.tools.iter().map(description).collect(),
+        }
+    }
+
+    /// Sampling parameters, in order of precedence: plan, client, profile, the model's defaults.
+    fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
+        let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
+        let default = profile.unwrap_or_else(|| self.text.sampling());
+        default.with(&plan.sampling.or(request.sampling))
+    }
+}
+
+/// Logs why a request was not started.
+pub fn log_refused(request_id: &str, error: &Error) {
+    if let Error::Panic { .. } = error {
+        tracing::error!(request_id, %error, "request panicked");
+    } else {
+        tracing::debug!(request_id, %error, "request refused");
+    }
+}
+
+/// Lets the policy edit the system text of `request`; returns a note for each edit.
+fn edit_system_text(
+    request: &mut Request,
+    params: &Params,
+    policy: &mut Session,
+) -> Result<Vec<String>> {
+    if request.prompt.is_some() {
+        return Ok(Vec::new());
+    }
+    let messages = request.messages.iter().filter(|message| is_system(message));
+    let system = messages.map(|message| split_seen(&message.content).0.to_string());
+    let view = PromptView {
+        profile: request.profile.clone(),
+        params: params.clone(),
+        system: system.collect(),
+    };
+    if view.system.iter().all(String::is_empty) && !policy.policy.has(Hook::OnPrompt) {
+        return Ok(Vec::new());
+    }
+    let edits = request.span.ask(policy, &view)?;
+    let mut system = view.system;
+    let is_new = system.is_empty();
+    apply_edits(&mut system, &edits).map_err(|problem| Failure {
+        policy: request.profile.clone(),
+        hook: "on-prompt",
+        cause: Cause::Answer(problem),
+    })?;
+    if is_new && !system.is_empty() {
+        let message = Message { role: "system".into(), ..Message::default() };
+        request.messages.insert(0, message);
+    }
+    let messages = request.messages.iter_mut().filter(|message| is_system(message));
+    for (message, seen) in messages.zip(system) {
+        let (_, rest) = split_seen(&message.content);
+        message.content = seen + rest;
+    }
+    let note = |edit: &PromptEdit| match edit {
+        PromptEdit::Replace(Replacement { message, old, new }) => {
+            let (old, new) = (old.len(), new.len());
+            format!("replaced {old} bytes of system message {message} with {new} bytes")
+        }
+        PromptEdit::Begin(text) => {
+            format!("added {} bytes at the beginning of the system text", text.len())
+        }
+        PromptEdit::End(text) => {
+            format!("added {} bytes at the end of the system text", text.len())
+        }
+    };
+    Ok(edits.iter().map(note).collect())
+}
+
+/// The beginning of a text, at most `bytes`.
+fn cut(text: &str, bytes: usize) -> String {
+    text[..text.floor_char_boundary(bytes)].to_string()
+}
+
+/// A text of a tool; empty if it has none.
+fn of_tool<'a>(tool: &'a serde_json::Value, field: &str) -> &'a str {
+    let text = tool.get("function").unwrap_or(tool).get(field);
+    text.and_then(|text| text.as_str()).unwrap_or_default()
+}
+
+/// The policy's view of a message.
+fn message_view(message: &Message) -> MessageView {
+    let is_result = message.role == "tool";
+    MessageView {
+        role: message.role.clone(),
+        // Within a request body.
+        bytes: message.content.len() as u32,
+        text: if is_result { String::new() } else { cut(&message.content, MESSAGE_BYTES) },
+        calls: message.tool_calls.iter().map(|call| call.function.name.clone()).collect(),
+        digest: is_result.then(|| digest(&message.content)),
+    }
+}
+
+/// Adds the stop strings of the plan.
+fn add_stops(request: &mut Request, plan: &mut Plan) {
+    for stop in plan.stop.drain(..) {
+        if !request.stop.contains(&stop) {
+            request.stop.push(stop);
+        }
+    }
+}
+
+/// Leaves out the tools that `names` lacks; returns whether there were any.
+///
+/// # Errors
+/// Why none are left out.
+fn offer(request: &mut Request, names: &[String]) -> std::result::Result<bool, String> {
+    let is_offered = |name: &str| names.iter().any(|offered| offered == name);
+    let is_allowed = |tool: &str| {
+        let allowed = request.tool_choice.allowed.as_ref();
+        is_offered(tool) && allowed.is_none_or(|allowed| allowed.iter().any(|name| name == tool))
+    };
+    let is_left = request.tools.iter().any(|tool| is_allowed(of_tool(tool, "name")));
+    if request.tool_choice.is_required && !is_left {
+        return Err("the client demands a tool call, and no tool would be left for it".into());
+    }
+    let before = request.tools.len();
+    request.tools.retain(|tool| is_offered(of_tool(tool, "name")));
+    if let Some(allowed) = &mut request.tool_choice.allowed {
+        allowed.retain(|name| is_offered(name));
+    }
+    Ok(request.tools.len() < before)
+}
+
+/// The part of a system text that policies see, and the rest.
+fn split_seen(text: &str) -> (&str, &str) {
+    text.split_at(text.floor_char_boundary(SYSTEM_BYTES))
+}
+
+/// Applies the reasoning budget of the profile to the client's; returns a note if that is reduced. Without one of
+/// the client's, [`Bounds::limits`] applies the profile's.
+fn apply_budget(request: &mut Request, limits: ProfileLimits) -> Option<String> {
+    let limit = limits.reasoning_budget;
+    let budget =
+        request.reasoning_budget.as_mut().filter(|budget| limit > 0 && **budget > limit)?;
+    let note = format!("reasoning budget {budget} exceeds the profile's limit of {limit}");
+    *budget = limit;
+    Some(note)
+}
