@@ -10,13 +10,13 @@
 //! A chain of one passes calls and answers on unchanged and without a copy, except for answer text.
 
 mod added;
+mod differing;
 mod merge;
 mod texts;
 mod unseen;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use crate::check::apply_edits;
 use crate::contract::{
@@ -25,7 +25,7 @@ use crate::contract::{
     Verdict,
 };
 use crate::error::{Cause, Failure};
-use crate::trace::Recorder;
+use crate::trace::{Recorder, TracedPolicy};
 use added::Added;
 use merge::Owners;
 use texts::Texts;
@@ -41,6 +41,12 @@ pub struct Link {
     pub shadow: bool,
     /// The policy, in its guard.
     pub policy: Box<dyn Policy>,
+}
+
+impl Link {
+    fn traced(&self) -> TracedPolicy<'_> {
+        TracedPolicy { name: &self.name, sha256: self.sha256, shadow: self.shadow }
+    }
 }
 
 /// All policies of one request.
@@ -96,7 +102,7 @@ impl Events {
 impl Chain {
     /// A chain of `links`, first to last, traced by `recorder`.
     pub fn new(links: Vec<Link>, mut recorder: Recorder) -> Self {
-        recorder.begin(&links);
+        recorder.begin(links.iter().map(Link::traced));
         let active = |link| ActiveLink {
             link,
             every: 0,
@@ -284,16 +290,6 @@ pub fn own_params(policy: &str, params: &Params) -> Option<Params> {
     let mut merged: BTreeMap<_, _> = shared.cloned().collect();
     merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
     Some(merged.into_iter().collect())
-}
-
-/// The bytes of `text` without the beginning and the end that `other` has, too; whole characters.
-fn differing(text: &str, other: &str) -> Range<usize> {
-    let equal = |(a, b): &(u8, u8)| a == b;
-    let start = text.bytes().zip(other.bytes()).take_while(equal).count();
-    let rest = text.len().min(other.len()) - start;
-    let end = text.bytes().rev().zip(other.bytes().rev()).take(rest).take_while(equal).count();
-    let start = text.floor_char_boundary(start);
-    start..text.ceil_char_boundary(text.len() - end)
 }
 
 impl Policy for Chain {

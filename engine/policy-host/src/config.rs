@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::bundle::Trust;
 use crate::error::Error;
+use crate::trust::Trust;
 
 /// `[policy]`: limits of every guest, and the paths of policies and traces.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -71,7 +71,15 @@ impl Default for PolicyConfig {
 const MOST_MEMORY_BYTES: usize = 4 << 30;
 
 impl PolicyConfig {
-    /// Checks the bounds of all keys, and that trusted keys are keys.
+    /// Whose policies are accepted.
+    ///
+    /// # Errors
+    /// As [`Trust::new`].
+    pub fn trust(&self) -> Result<Trust, Error> {
+        Trust::new(&self.trusted_keys, self.allow_unsigned)
+    }
+
+    /// Checks the bounds of all keys, and [`Self::trust`].
     ///
     /// # Errors
     /// [`Error::Config`] names the first key that is out of range.
@@ -87,7 +95,7 @@ impl PolicyConfig {
             let problem = format!("is {}, must be at most {MOST_MEMORY_BYTES}", self.memory_bytes);
             return Err(Error::Config { field: "policy.memory_bytes", problem });
         }
-        Trust::new(self)?;
+        self.trust()?;
         match bounds.into_iter().find(|(_, value, least)| value < least) {
             None => Ok(()),
             Some((field, value, least)) => {

@@ -21,7 +21,6 @@ use wasmtime::Store;
 use wasmtime::component::{Instance, InstancePre};
 
 use crate::error::Failure;
-use crate::sandbox::State;
 
 #[allow(missing_docs, reason = "generated; wit/policy.wit has the documentation")]
 pub(crate) mod bindings {
@@ -248,8 +247,8 @@ macro_rules! hooks {
             ///
             /// # Errors
             /// If a hook does not have the type that the contract gives it.
-            pub(crate) fn new(
-                pre: &InstancePre<State>,
+            pub(crate) fn new<T: 'static>(
+                pre: &InstancePre<T>,
                 is_exported: impl Fn(&str) -> bool,
             ) -> wasmtime::Result<Self> {
                 Ok(Self {$(
@@ -259,10 +258,10 @@ macro_rules! hooks {
                 ),+})
             }
 
-            /// Finds them in an instance.
-            pub(crate) fn load(
+            /// Finds the same hooks in an instance.
+            pub(crate) fn load<T: 'static>(
                 &self,
-                store: &mut Store<State>,
+                store: &mut Store<T>,
                 instance: &Instance,
             ) -> wasmtime::Result<Guest> {
                 Ok(Guest {$(
@@ -276,9 +275,9 @@ macro_rules! hooks {
 
         impl Guest {
             /// Calls a hook; one that is not exported answers [`Call::default_answer`].
-            pub(crate) fn call(
+            pub(crate) fn call<T: 'static>(
                 &self,
-                store: &mut Store<State>,
+                store: &mut Store<T>,
                 call: &Call<'_>,
             ) -> wasmtime::Result<Answer> {
                 match call {

@@ -44,9 +44,10 @@ mod sandbox;
 mod schema;
 mod shipped;
 mod trace;
+mod trust;
 
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
-pub use bundle::{BUNDLE_BYTES, Bundle, Signer, Trust, pack};
+pub use bundle::{BUNDLE_BYTES, Bundle, pack};
 pub use chain::{Chain, Link};
 pub use check::apply_edits;
 pub use config::{
@@ -61,12 +62,13 @@ pub use guard::Guard;
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
-    Session, Use, Withdrawn, conform, schema_beside,
+    Session, Use, Withdrawn, schema_beside,
 };
 pub use sandbox::{
     COMPONENT_BYTES, CompilerLimits, Component, Context, Host, Instance, LimitedBy,
     compile_if_asked, compiler_limits, this_program,
 };
-pub use schema::{Kind, ParamSchema, Schema, nearest};
+pub use schema::{Kind, ParamSchema, Schema, conform, nearest};
 pub use shipped::shipped;
 pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};
+pub use trust::{Signer, Trust};

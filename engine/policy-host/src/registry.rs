@@ -42,7 +42,7 @@ use self::history::History;
 use self::source::{ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
 use crate::breaker::Breakers;
-use crate::bundle::{Bundle, Signer, Trust};
+use crate::bundle::Bundle;
 use crate::chain::{Chain, Link, own_params};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
 use crate::contract::{CONTRACT, HookInput, Params, Policy, Vocabulary};
@@ -52,10 +52,11 @@ use crate::file;
 use crate::golden::{Golden, check_golden};
 use crate::guard::Guard;
 use crate::sandbox::{Component, Context, Host, Urgency};
+use crate::schema::conform;
 use crate::trace::Traces;
+use crate::trust::{Signer, Trust};
 
 pub use self::history::{HistoryEntry, Origin, Withdrawn};
-pub use self::params::conform;
 pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
 pub use self::source::schema_beside;
 
@@ -132,7 +133,7 @@ impl Policies {
         let mut policies = Self {
             host: Host::new(config, storage)?,
             limits: config.clone(),
-            trust: Trust::new(config)?,
+            trust: config.trust()?,
             chains,
             sources,
             traces: Traces::new(config)?,

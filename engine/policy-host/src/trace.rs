@@ -26,7 +26,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::chain::Link;
 use crate::config::PolicyConfig;
 use crate::contract::{Answer, Call, CallReport};
 use crate::error::Error;
@@ -109,6 +108,21 @@ impl Traces {
         Some(chunks)
     }
 
+    /// Compares `policy` as a shadow with what was applied, over the requests in memory.
+    pub fn compare_shadow(&self, policy: &str) -> ShadowReport {
+        let newest: Vec<_> = self.newest.lock().iter().cloned().collect();
+        let mut report = ShadowReport::default();
+        for traced in newest {
+            let calls = traced.calls.lock();
+            let (chunks, open) = (calls.chunks.clone(), calls.open.clone());
+            drop(calls);
+            let records: Vec<&Record> =
+                chunks.iter().flat_map(|chunk| chunk.iter()).chain(&open).collect();
+            report.add_request(policy, &records);
+        }
+        report
+    }
+
     fn add(&self, traced: Arc<Traced>) {
         let mut newest = self.newest.lock();
         newest.push_back(traced);
@@ -172,6 +186,16 @@ impl Calls {
     }
 }
 
+/// A policy of a request whose calls are recorded.
+pub(crate) struct TracedPolicy<'a> {
+    /// Name of the policy.
+    pub name: &'a str,
+    /// SHA-256 of its component.
+    pub sha256: [u8; 32],
+    /// Whether its answers are recorded and not applied.
+    pub shadow: bool,
+}
+
 /// Records the calls of one request.
 pub struct Recorder(Option<Active>);
 
@@ -189,21 +213,21 @@ impl Recorder {
         Self(None)
     }
 
-    /// Begins a request with these policies.
-    pub(crate) fn begin(&mut self, links: &[Link]) {
-        let Some(Active { traces, traced, profile, masked, links: recorded }) = &mut self.0 else {
+    /// Begins a request with these policies, in the order of its chain.
+    pub(crate) fn begin<'a>(&mut self, policies: impl Iterator<Item = TracedPolicy<'a>>) {
+        let Some(Active { traces, traced, profile, masked, links }) = &mut self.0 else {
             return;
         };
-        let of = |(index, link): (usize, &Link)| RecordedLink {
+        let recorded = |(index, policy): (usize, TracedPolicy<'_>)| RecordedLink {
             request: traced.request.clone(),
             profile: profile.clone(),
-            policy: link.name.clone(),
-            sha256: hex::encode(link.sha256),
+            policy: policy.name.into(),
+            sha256: hex::encode(policy.sha256),
             index,
-            shadow: link.shadow,
+            shadow: policy.shadow,
             masked: *masked,
         };
-        *recorded = links.iter().enumerate().map(of).map(Arc::new).collect();
+        *links = policies.enumerate().map(recorded).map(Arc::new).collect();
         traces.add(traced.clone());
     }
 

@@ -36,8 +36,8 @@ fn key() -> KeyPair {
 }
 
 fn trusting(pairs: &[&KeyPair], allow_unsigned: bool) -> Trust {
-    let trusted_keys = pairs.iter().map(|pair| pair.pk.to_base64()).collect();
-    Trust::new(&PolicyConfig { trusted_keys, allow_unsigned, ..PolicyConfig::default() }).unwrap()
+    let trusted_keys: Vec<_> = pairs.iter().map(|pair| pair.pk.to_base64()).collect();
+    Trust::new(&trusted_keys, allow_unsigned).unwrap()
 }
 
 fn refusal(file: Vec<u8>, trust: &Trust) -> String {

@@ -394,7 +394,7 @@ fn check(
     writeln!(out, "hooks     {}", component.hooks().join(", "))?;
     writeln!(out, "imports   {imports}")?;
     if bundle.is_archive {
-        let signed = match Bundle::open(&loaded.stem, bundle.file.clone(), &Trust::new(config)?) {
+        let signed = match Bundle::open(&loaded.stem, bundle.file.clone(), &config.trust()?) {
             Err(problem) => bail!("{}: {problem}", component.name()),
             Ok(Bundle { signer: Signer::Nobody, .. }) => "unsigned".into(),
             Ok(Bundle { signer: Signer::Unknown, .. }) => {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::differing;
+use super::differing::differing;
 use crate::contract::{PromptEdit, Replacement};
 
 /// The policy that added text, the message, and the range of its bytes.

@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::differing;
+use super::differing::differing;
 use crate::contract::{HELD_BYTES, TextChange, TextVerdict, TextView};
 
 /// Replaced texts, and words of them, that are remembered, the newest.

@@ -7,7 +7,7 @@ use serde::de::DeserializeSeed;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{Case, Expected, Given, Line};
+use super::case::{Case, Expected, Given, Line};
 use crate::contract::{AnswerOf, Call, CallOf, Hook, ImportCall, Params, Plan};
 
 /// A parsed golden file or trace.

@@ -1,3 +1,4 @@
+use super::case::Case;
 use super::*;
 use crate::config::PolicyConfig;
 use crate::database::Storage;

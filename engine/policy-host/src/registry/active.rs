@@ -7,15 +7,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use sha2::{Digest, Sha256};
 
 use super::history::{History, HistoryEntry, Origin, Withdrawn};
-use super::params::Schemas;
 use super::report::Problem;
 use super::source::ProfileChain;
 use crate::breaker::Breakers;
-use crate::bundle::{Bundle, Signer};
+use crate::bundle::Bundle;
 use crate::config::PolicyConfig;
 use crate::contract::Params;
 use crate::sandbox::Component;
-use crate::schema::Schema;
+use crate::schema::{Schema, Schemas};
+use crate::trust::Signer;
 
 /// Compiled versions held for an automatic rollback.
 const EARLIER: usize = 2;

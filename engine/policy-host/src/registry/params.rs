@@ -1,7 +1,7 @@
 //! Checks the parameters of a profile.
 //!
 //! A policy may have a schema of its parameters ([`crate::schema`]): then a misspelt one, and a text that is not
-//! of its type, are errors, here and whenever a parameter or a version changes ([`conform`]).
+//! of its type, are errors, here and whenever a parameter or a version changes ([`crate::schema::conform`]).
 //!
 //! Of a policy without a schema the host cannot see which parameters it knows. The policies that
 //! ship, and others that follow the same convention, note unusable ones in their plan: "unknown parameter
@@ -17,60 +17,7 @@ use crate::chain::own_params;
 use crate::contract::{Hook, Params, Policy, RequestView};
 use crate::error::Error;
 use crate::sandbox::{Component, Context};
-use crate::schema::{Schema, nearest};
-
-/// The schemas of the policies of a profile, in the order of its chain.
-pub type Schemas = Vec<(String, Option<Schema>)>;
-
-/// Checks the parameters of a profile against the schemas of its policies.
-///
-/// A parameter of one policy, `POLICY.NAME`, must be in its schema. One for all must be in one of them, unless a
-/// policy has no schema and may know it.
-///
-/// # Errors
-/// The parameter, the problem, and the nearest name.
-pub fn conform(schemas: &Schemas, params: &Params) -> Result<(), String> {
-    for (param, text) in params {
-        let mut is_known = false;
-        let mut names = Vec::new();
-        for (policy, schema) in schemas {
-            let own = param.strip_prefix(policy).and_then(|own| own.strip_prefix('.'));
-            let is_overridden =
-                || own.is_none() && params.iter().any(|(p, _)| *p == format!("{policy}.{param}"));
-            let name = match own {
-                None if param.contains('.') => continue,
-                own => own.unwrap_or(param),
-            };
-            match schema {
-                None => is_known = true,
-                Some(schema) if schema.params.contains_key(name) => {
-                    is_known = true;
-                    if !is_overridden() {
-                        let checked = schema.check(name, text);
-                        checked.map_err(|problem| format!("params `{param}`: {problem}"))?;
-                    }
-                }
-                Some(schema) => {
-                    let prefix = if own.is_some() { format!("{policy}.") } else { String::new() };
-                    names.extend(schema.names().map(|name| format!("{prefix}{name}")));
-                }
-            }
-        }
-        if !is_known {
-            let policies: Vec<_> = schemas.iter().map(|(policy, _)| policy.as_str()).collect();
-            let policies = policies.join(", ");
-            let hint = match nearest(param, names.iter().map(String::as_str)) {
-                Some(near) => format!("did you mean `{near}`?"),
-                None if names.is_empty() => "they have no parameters".into(),
-                None => format!("they have {}", names.join(", ")),
-            };
-            return Err(format!(
-                "params `{param}`: is in no schema of its policies ({policies}); {hint}"
-            ));
-        }
-    }
-    Ok(())
-}
+use crate::schema::{Schemas, conform};
 
 /// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each.
 ///

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::active::digest_of;
-use super::params::conform;
 use super::source::{Source, read_param};
 use super::watch::Watch;
 use super::{Origin, Policies, Problem};
@@ -14,6 +13,7 @@ use crate::contract::Params;
 use crate::error::Error;
 use crate::golden::Golden;
 use crate::sandbox::Urgency;
+use crate::schema::conform;
 
 impl Policies {
     /// Watches all files, if `policy.watch` is set, and tries policies again whose compiler was ended by something

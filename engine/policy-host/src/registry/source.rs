@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
-use crate::bundle::{BUNDLE_BYTES, Bundle, GOLDEN_BYTES, SCHEMA_BYTES, Signer, Trust};
+use crate::bundle::{BUNDLE_BYTES, Bundle, GOLDEN_BYTES, SCHEMA_BYTES};
 use crate::config::{Param, PolicyConfig, ProfilePolicies};
 use crate::error::Error;
 use crate::file::read;
 use crate::schema::Schema;
 use crate::shipped::{SHIPPED, Shipped};
+use crate::trust::{Signer, Trust};
 
 /// Bytes of the file of a parameter.
 pub const PARAM_BYTES: usize = 256 << 10;

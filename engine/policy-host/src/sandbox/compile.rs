@@ -32,11 +32,11 @@ use std::time::{Duration, Instant};
 
 use wasmtime::Engine;
 
-use super::{count, one_line};
+use super::count;
 use crate::shipped::is_shipped;
 
 pub use child::compile_if_asked;
-use child::{COMPILE, REFUSED};
+use child::{COMPILE, REFUSED, compile};
 use program::Program;
 pub use program::this_program;
 use usage::Usage;
@@ -150,11 +150,6 @@ impl Compiler {
         compiled
             .map_err(|failed| Failed { is_transient: failed.is_transient || is_shipped, ..failed })
     }
-}
-
-fn compile(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, String> {
-    let compiled = engine.precompile_component(bytes);
-    compiled.map_err(|error| format!("is not a valid component: {}", one_line(&error)))
 }
 
 /// The limits of one compilation.

@@ -2,25 +2,21 @@
 
 use std::sync::Arc;
 
+use wasmtime::Engine;
 use wasmtime::component::{HasSelf, Linker};
-use wasmtime::{Config, Engine};
 
-use super::State;
 use super::compile::Compiler;
 use super::compiled::Compiled;
-use super::imports::{Counters, Services};
+use super::counters::Counters;
+use super::imports::Services;
+use super::settings::settings;
+use super::state::State;
 use super::ticker::Ticker;
 use crate::config::PolicyConfig;
 use crate::contract::bindings::steersman::policy::{counters, failure, kv, log, tokenizer};
 use crate::database::Storage;
 use crate::error::Error;
 use crate::kv::Kv;
-
-/// Stack of a guest; the calling thread must have more.
-const STACK_BYTES: usize = 256 << 10;
-
-/// A Wasm page; memory limits are rounded up to it.
-const PAGE_BYTES: usize = 64 << 10;
 
 /// wasmtime with the limits of all guests, the thread that advances its epoch, and the services that
 /// guests share.
@@ -69,22 +65,6 @@ impl Host {
     pub fn counters(&self) -> Vec<(String, String, u64)> {
         self.services.counters.list()
     }
-}
-
-/// The settings of wasmtime. Compiled components are of use with equal ones only.
-pub fn settings(memory_bytes: usize) -> Config {
-    let mut config = Config::new();
-    config
-        .memory_reservation(memory_bytes.next_multiple_of(PAGE_BYTES) as u64)
-        .memory_guard_size(PAGE_BYTES as u64)
-        .max_wasm_stack(STACK_BYTES)
-        .consume_fuel(true)
-        .epoch_interruption(true)
-        .concurrency_support(false)
-        .wasm_memory64(false)
-        .relaxed_simd_deterministic(true)
-        .cranelift_nan_canonicalization(true);
-    config
 }
 
 /// The imports of the contract and nothing else.

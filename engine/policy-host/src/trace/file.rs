@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
-use super::Record;
+use super::record::Record;
 use crate::error::Error;
 
 /// Chunks in the queue.

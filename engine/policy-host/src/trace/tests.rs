@@ -1,5 +1,6 @@
 use super::*;
 use crate::chain::Chain;
+use crate::chain::Link;
 use crate::contract::{
     Action, Ban, CallReport, Candidate, Cost, DrawnToken, Hook, HookInput, ImportCall, Labels,
     Observations, Plan, Policy, PromptEdit, PromptView, Replacement, RequestView, Step, Summary,

@@ -5,9 +5,8 @@ use std::process::ExitCode;
 
 use wasmtime::Engine;
 
-use super::super::engine::settings;
-use super::super::one_line;
-use super::compile;
+use super::super::failure::one_line;
+use super::super::settings::settings;
 
 /// First argument of a child. The others are numbers: `policy.memory_bytes`, bytes of its own memory, seconds of
 /// processor time.
@@ -95,6 +94,15 @@ impl Task {
             Err(reason) => answer(reason.as_bytes(), ExitCode::from(REFUSED), output),
         }
     }
+}
+
+/// The machine code of a component.
+///
+/// # Errors
+/// What is wrong with the component.
+pub fn compile(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, String> {
+    let compiled = engine.precompile_component(bytes);
+    compiled.map_err(|error| format!("is not a valid component: {}", one_line(&error)))
 }
 
 fn answer(bytes: &[u8], status: ExitCode, mut output: impl Write) -> ExitCode {
