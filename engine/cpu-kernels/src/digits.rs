@@ -137,16 +137,11 @@ pub unsafe fn arrange<const DIGITS: usize, const BITS: usize, const GROUP: usize
 }
 
 /// The lower byte of each 16 bits of two vectors.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn low_bytes(first: __m512i, second: __m512i) -> __m512i {
-    // SAFETY: promised by the caller.
-    unsafe {
-        let first = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
-        _mm512_inserti64x4::<1>(first, _mm512_cvtepi16_epi8(second))
-    }
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn low_bytes(first: __m512i, second: __m512i) -> __m512i {
+    let first = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
+    _mm512_inserti64x4::<1>(first, _mm512_cvtepi16_epi8(second))
 }
 
 /// The scale of a group whose largest magnitude is `most`, so that it becomes at most `largest`.
@@ -254,18 +249,13 @@ unsafe fn read(floats: &Floats<'_>, at: usize, count: usize) -> __m512 {
 }
 
 /// The group of each lane's word in a block, counted from the first of the 16 that contain block 0.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn groups_of_lanes<const BITS: usize, const GROUP: usize>(block: usize) -> __m512i {
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn groups_of_lanes<const BITS: usize, const GROUP: usize>(block: usize) -> __m512i {
     let shift = const { (GROUP * BITS / 32).ilog2() };
-    // SAFETY: promised by the caller.
-    unsafe {
-        let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        let words = _mm512_add_epi32(lanes, _mm512_set1_epi32((block * LANES) as i32));
-        _mm512_srl_epi32(words, _mm_cvtsi32_si128(shift as i32))
-    }
+    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    let words = _mm512_add_epi32(lanes, _mm512_set1_epi32((block * LANES) as i32));
+    _mm512_srl_epi32(words, _mm_cvtsi32_si128(shift as i32))
 }
 
 /// The elements of a block of four rows of `words` words, as bytes: with 4 bits the lower ones of each byte and the higher
@@ -366,17 +356,12 @@ unsafe fn add<const BITS: usize>(
 }
 
 /// The integers as floats.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn converted(integers: Quad) -> [__m512; OUT] {
-    // SAFETY: promised by the caller.
-    unsafe {
-        let mut floats = [Avx512::zero(); OUT];
-        unroll!(O < OUT, {
-            floats[O] = _mm512_cvtepi32_ps(integers[O]);
-        });
-        floats
-    }
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn converted(integers: Quad) -> [__m512; OUT] {
+    let mut floats = [_mm512_setzero_ps(); OUT];
+    unroll!(O < OUT, {
+        floats[O] = _mm512_cvtepi32_ps(integers[O]);
+    });
+    floats
 }

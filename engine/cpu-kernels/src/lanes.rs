@@ -117,7 +117,8 @@ impl Isa {
 /// Implementations read and write through pointers exactly what their methods state.
 ///
 /// All methods are `unsafe`: the processor must have the instruction set, and pointers must be valid for what is read
-/// or written. They are inlined into a function that enables the instruction set.
+/// or written. Implementations enable the instruction set, so that their instructions need no `unsafe` except for
+/// pointers, and are inlined into a function that enables it as well.
 pub unsafe trait Lanes {
     /// A vector.
     type V: Copy;

@@ -26,14 +26,13 @@ pub unsafe fn unsigned<const BITS: usize>(words: *const u8) -> [__m256i; 2] {
 /// Two floats, each in half of the lanes.
 ///
 /// # Safety
-/// The processor has AVX; the pointer is valid for two floats.
-#[inline(always)]
+/// The pointer is valid for two floats.
+#[inline]
+#[target_feature(enable = "avx")]
 pub unsafe fn halves(floats: *const f32) -> __m256 {
-    // SAFETY: see above.
-    unsafe {
-        let both = _mm256_castpd_ps(_mm256_broadcast_sd(&*floats.cast()));
-        _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))
-    }
+    // SAFETY: promised by the caller.
+    let both = _mm256_castpd_ps(_mm256_broadcast_sd(unsafe { &*floats.cast() }));
+    _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))
 }
 
 // SAFETY: each method reads what the trait states.

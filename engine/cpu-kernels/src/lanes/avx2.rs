@@ -8,43 +8,31 @@ use super::{Lanes, mask};
 pub struct Avx2;
 
 /// The sums of the halves of a vector.
-///
-/// # Safety
-/// The processor has AVX.
-#[inline(always)]
-pub unsafe fn quad(v: __m256) -> __m128 {
-    // SAFETY: see above.
-    unsafe { _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v)) }
+#[inline]
+#[target_feature(enable = "avx")]
+pub fn quad(v: __m256) -> __m128 {
+    _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v))
 }
 
 /// The sums of the lanes of four vectors: (0 + 2) + (1 + 3).
-///
-/// # Safety
-/// The processor has SSE, which is part of x86-64.
-#[inline(always)]
-pub unsafe fn sum4_of_quads([a, b, c, d]: [__m128; 4]) -> [f32; 4] {
-    // SAFETY: see above.
-    unsafe {
-        let ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
-        let cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
-        let sums = _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
-        let mut array = [0.0; 4];
-        _mm_storeu_ps(array.as_mut_ptr(), sums);
-        array
-    }
+#[inline]
+#[target_feature(enable = "avx")]
+pub fn sum4_of_quads([a, b, c, d]: [__m128; 4]) -> [f32; 4] {
+    let ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    let cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    let sums = _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+    let mut array = [0.0; 4];
+    // SAFETY: the array has 4 floats.
+    unsafe { _mm_storeu_ps(array.as_mut_ptr(), sums) };
+    array
 }
 
 /// Ones in the first `count` lanes.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-unsafe fn first_lanes(count: usize) -> __m256i {
-    // SAFETY: see above.
-    unsafe {
-        let count = _mm256_set1_epi32(count.min(8) as i32);
-        _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
-    }
+#[inline]
+#[target_feature(enable = "avx2")]
+fn first_lanes(count: usize) -> __m256i {
+    let count = _mm256_set1_epi32(count.min(8) as i32);
+    _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
 // SAFETY: each method reads and writes what the trait states: 8 floats or words.
@@ -53,79 +41,83 @@ unsafe impl Lanes for Avx2 {
     type Words = __m256i;
     const LANES: usize = 8;
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn zero() -> __m256 {
-        // SAFETY: as for all methods: the caller's processor has AVX2 and FMA.
-        unsafe { _mm256_setzero_ps() }
+        _mm256_setzero_ps()
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn splat(x: f32) -> __m256 {
-        // SAFETY: see `zero`.
-        unsafe { _mm256_set1_ps(x) }
+        _mm256_set1_ps(x)
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn load(from: *const f32) -> __m256 {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe { _mm256_loadu_ps(from) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn store(to: *mut f32, v: __m256) {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe { _mm256_storeu_ps(to, v) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn store_past_caches(to: *mut f32, v: __m256) {
         // SAFETY: the caller's pointer is valid for 8 floats and aligned to them.
         unsafe { _mm256_stream_ps(to, v) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn fence() {
-        // SAFETY: see `zero`.
-        unsafe { _mm_sfence() }
+        _mm_sfence()
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
-        // SAFETY: see `zero`.
-        unsafe { _mm256_fmadd_ps(a, b, c) }
+        _mm256_fmadd_ps(a, b, c)
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn sum4(v: [__m256; 4]) -> [f32; 4] {
-        // SAFETY: see `zero`.
-        unsafe { sum4_of_quads([quad(v[0]), quad(v[1]), quad(v[2]), quad(v[3])]) }
+        sum4_of_quads([quad(v[0]), quad(v[1]), quad(v[2]), quad(v[3])])
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn load_words(from: *const u8) -> __m256i {
         // SAFETY: the caller's pointer is valid for 8 words.
         unsafe { _mm256_loadu_si256(from.cast()) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn load_first_words(from: *const u8, count: usize) -> __m256i {
         // SAFETY: the caller's pointer is valid for the words that the mask names.
         unsafe { _mm256_maskload_epi32(from.cast(), first_lanes(count)) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn element<const BITS: usize>(words: __m256i, i: usize) -> __m256 {
-        // SAFETY: see `zero`.
-        unsafe {
-            _mm256_cvtepi32_ps(match (BITS, i) {
-                (4, 7) => _mm256_srli_epi32::<28>(words),
-                (8, 3) => _mm256_srli_epi32::<24>(words),
-                _ => _mm256_and_si256(words, _mm256_set1_epi32(mask::<BITS>(i))),
-            })
-        }
+        _mm256_cvtepi32_ps(match (BITS, i) {
+            (4, 7) => _mm256_srli_epi32::<28>(words),
+            (8, 3) => _mm256_srli_epi32::<24>(words),
+            _ => _mm256_and_si256(words, _mm256_set1_epi32(mask::<BITS>(i))),
+        })
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn spread(from: *const f32, count: usize) -> __m256 {
         // SAFETY: the caller's pointer is valid for the floats.
         unsafe {
@@ -137,7 +129,8 @@ unsafe impl Lanes for Avx2 {
         }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn load_bf16(from: *const u16) -> __m256 {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe {
@@ -146,15 +139,16 @@ unsafe impl Lanes for Avx2 {
         }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn load_f16(from: *const u16) -> __m256 {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
     }
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn first(v: __m256, count: usize) -> __m256 {
-        // SAFETY: see `zero`.
-        unsafe { _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count))) }
+        _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count)))
     }
 }
