@@ -93,7 +93,7 @@ pub fn similar(name: &str, known: &[&str]) -> String {
         .filter_map(|other| {
             let (name, other_name) = (lower(name), lower(other));
             let contains = other_name.contains(&name) || name.contains(&other_name);
-            let distance = if contains { 1 } else { distance(&name, &other_name) };
+            let distance = if contains { 1 } else { strsim::levenshtein(&name, &other_name) };
             (distance <= name.len() / 3 + 1).then_some((distance, *other))
         })
         .collect();
@@ -104,22 +104,6 @@ pub fn similar(name: &str, known: &[&str]) -> String {
     }
     let names: Vec<_> = near.into_iter().map(|(_, name)| name).collect();
     format!("; similar: {}", names.join(", "))
-}
-
-/// The number of characters to insert, delete or replace (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(row[j + 1] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 /// Bytes of the files below `folder`. Links do not count.

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
 
 /// Largest response: traces of long requests have some megabytes.
@@ -179,11 +180,10 @@ fn short(sha256: &Value) -> String {
     text(sha256).chars().take(12).collect()
 }
 
+/// Characters that a segment of a path escapes: all but the unreserved ones (RFC 3986, section 2.3).
+const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
 /// Percent-encodes a segment of a path.
 fn escape(segment: &str) -> String {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
-    segment
-        .bytes()
-        .map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") })
-        .collect()
+    utf8_percent_encode(segment, ESCAPED).to_string()
 }
