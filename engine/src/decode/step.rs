@@ -22,7 +22,8 @@ use crate::cache::{Checkpoint, Span};
 use crate::draft::Governor;
 use crate::draft::HiddenRows;
 use crate::error::{Error, Result, catch_panic};
-use crate::kernels::cpu::{self, queue};
+use crate::kernels::cpu;
+use crate::lazy::{is_available, reshape, submit};
 use crate::nn::pick_rows;
 use crate::request::{FinishReason, Sampling};
 use crate::sample::rows::Row;
@@ -275,7 +276,7 @@ impl Decoder {
         self.set_threads(rows);
         self.activity.add_pass(rows);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
-        self.runs_at_once |= cpu::is_available(&hidden);
+        self.runs_at_once |= is_available(&hidden);
         let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
@@ -345,13 +346,13 @@ impl Decoder {
         let all = places.len() == hidden.dim(1) as usize;
         let chosen = if all { hidden.clone() } else { pick_rows(hidden, &places)? };
         let logits = self.model.logits(&chosen)?;
-        let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+        let logits = reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
         let logits = Logits::new(logits, self.vocabulary);
         let samples = Samples::after(&logits, 0, &rows, with_margins)?;
         if !samples.is_read() {
             // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
             // one round trip a token.
-            queue(samples.arrays())?;
+            submit(samples.arrays())?;
         }
         let samples = Rc::new(samples);
         let mut row = 0;

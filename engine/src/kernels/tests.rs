@@ -68,7 +68,7 @@ fn run_heads(
         }
         ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
         if is_cuda {
-            super::cpu::queue(&ys[pass..]).unwrap();
+            crate::lazy::submit(&ys[pass..]).unwrap();
         }
         spans.iter_mut().for_each(Span::advance);
         if shares == Some(pass) {

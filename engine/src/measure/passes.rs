@@ -19,7 +19,7 @@ use crate::cache::{Cache, Span};
 use crate::decode::Decoder;
 use crate::draft::{greedy_pass, probe_tokens};
 use crate::error::Result;
-use crate::kernels::cpu::{operations_of, queue};
+use crate::lazy::{pending_operations, submit};
 use crate::nn::token_ids;
 use crate::request::Sampling;
 use crate::sample::rows::{Row, sample};
@@ -217,7 +217,7 @@ impl Decoder {
             let (_, sampled) = greedy_pass(&*self.model, self.pass(), &mut cache, &tokens)?;
             let built = start.elapsed();
             if step < FIRST_STEPS {
-                operations = operations_of(&sampled);
+                operations = pending_operations(&sampled);
             }
             let waiting = Instant::now();
             eval([&sampled])?;
@@ -243,10 +243,10 @@ impl Decoder {
             let next = self.next_tokens(&hidden)?;
             let built = start.elapsed();
             if step + 1 == FIRST_STEPS {
-                operations = operations_of(&next);
+                operations = pending_operations(&next);
             }
             let start = Instant::now();
-            queue([&next])?;
+            submit([&next])?;
             let encoded = start.elapsed();
             eval([&last])?;
             let waited = start.elapsed() - encoded;
