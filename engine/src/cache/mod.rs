@@ -23,7 +23,7 @@ pub use full::{Buffers, Full};
 pub use key_values::{KeyValues, owned};
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
-pub use recurrent::{Recurrent, Writes, WritesOf, delta_write};
+pub use recurrent::{Recurrent, RewindKernels, Writes, WritesOf, delta_write};
 pub use shared_rows::{SharedKv, SharedRows};
 pub use sliding::Sliding;
 

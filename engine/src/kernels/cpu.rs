@@ -11,7 +11,7 @@ mod product;
 
 pub use heads::{has_heads, heads};
 pub use layers::{beside, gated_delta, pick_rows, replay, rms_norm, rows_of, swiglu};
-pub use product::{embed, products, supports, supports_dense, swiglu_product};
+pub use product::{Matrix, embed, products, supports, supports_dense, swiglu_product};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
@@ -34,8 +34,7 @@ thread_local! {
 }
 
 /// Makes layers on this thread use these kernels, or none of them. The default is none. Products do not depend on it:
-/// [`Packed::own_kernel`](crate::nn::Packed::own_kernel) and [`Dense::own_kernel`](crate::nn::Dense::own_kernel) turn them
-/// on for each matrix.
+/// the layer of each matrix chooses between [`products`] and MLX's.
 pub fn enable(on: bool) {
     ENABLED.set(on);
 }
