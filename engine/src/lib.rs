@@ -18,6 +18,7 @@ mod file;
 mod grammar;
 mod job;
 mod kernels;
+mod lazy;
 mod live;
 pub mod loading;
 mod measure;

@@ -7,6 +7,7 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use steersman_engine::config::Config;
 use steersman_engine::request::Request;
+use steersman_engine::tools::calibrate;
 
 use crate::hub::Found;
 use crate::verify;
@@ -24,7 +25,7 @@ pub fn run(
     let speculates = !config.speculation.drafts.is_empty();
     let mut decoder = verify::load(config, found, data_dir)?;
     let bar = ProgressBar::new(0).with_message("measurements");
-    let calibration = decoder.calibrate(requests, tokens, |done, all| {
+    let calibration = calibrate::calibrate(&mut decoder, requests, tokens, |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     })?;
@@ -54,7 +55,7 @@ pub fn run(
     writeln!(
         out,
         "no block is skipped unless engine.skip_kl allows it\n\nwritten to {}",
-        decoder.calibration_path().display()
+        calibrate::calibration_path(&decoder).display()
     )?;
     Ok(())
 }

@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 use steersman_bench::Spread;
 use steersman_engine::config::Config;
-use steersman_engine::tools::passes::{Case, Measured, Plan, Times};
+use steersman_engine::tools::passes::{self, Case, Measured, Plan, Times};
 use steersman_models::facts::Facts;
 
 use crate::hub::Found;
@@ -82,9 +82,9 @@ pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options
         streams: streams.clone(),
         rounds: *rounds as usize,
     };
-    let bandwidth = decoder.measure_bandwidth()?;
+    let bandwidth = passes::measure_bandwidth(&decoder)?;
     let bar = ProgressBar::new(0).with_message("measurements");
-    let measured = decoder.measure_passes(&plan, |done, all| {
+    let measured = passes::measure_passes(&mut decoder, &plan, |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     })?;

@@ -480,7 +480,7 @@ impl Random {
 mod tests {
     use steersman_engine::config::Config;
     use steersman_engine::tools::Decoder;
-    use steersman_engine::tools::passes::{Case, Plan};
+    use steersman_engine::tools::passes::{self, Case, Plan};
 
     use super::*;
 
@@ -526,7 +526,8 @@ mod tests {
             };
             let mut seen = Vec::new();
             let measured =
-                decoder.measure_passes(&plan, |done, all| seen.push((done, all))).unwrap();
+                passes::measure_passes(&mut decoder, &plan, |done, all| seen.push((done, all)))
+                    .unwrap();
             let cases: Vec<Case> = measured.iter().map(|measured| measured.case).collect();
             let expected = [
                 Case::Prefill(40),

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use steersman_engine::config::Config;
 use steersman_engine::request::{Message, Request};
 use steersman_engine::tools::Decoder;
-use steersman_engine::tools::verify::Outcome;
+use steersman_engine::tools::verify::{self, Outcome};
 
 use crate::config::FILE_BYTES;
 use crate::hub::Found;
@@ -117,10 +117,11 @@ pub fn run(
     tokens: usize,
 ) -> Result<()> {
     let mut decoder = load(config, found, data_dir)?;
-    let paths = decoder.paths()?;
+    let paths = verify::paths(&decoder)?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
-    let outcomes =
-        decoder.verify(requests, &paths, tokens, |done| bar.set_position(done as u64))?;
+    let outcomes = verify::verify(&mut decoder, requests, &paths, tokens, |done| {
+        bar.set_position(done as u64)
+    })?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
     let different: Vec<String> =

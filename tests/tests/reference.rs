@@ -18,7 +18,7 @@ use steersman_engine::config::{Compile, DraftKind, Dtype::Bf16, Kernels, ModelCo
 use steersman_engine::internals::cache::{Cache, LayerCache, Span};
 use steersman_engine::internals::model::{FAMILIES, Model, Pass, load};
 use steersman_engine::request::{RawPrompt, Request};
-use steersman_engine::tools::verify::DecodePath;
+use steersman_engine::tools::verify::{DecodePath, verify};
 use steersman_tests::{bundled_model, config, fixture, fixtures, load_from};
 
 /// Bound of the largest difference in a row over the row's largest logit.
@@ -322,7 +322,7 @@ fn check_checkpoint(folder: &Path, facts: &Value) {
         DecodePath::Batched(3, Some(DraftKind::Ngram)),
         DecodePath::Preempted(Some(DraftKind::Ngram)),
     ];
-    for outcome in decoder.verify(&[request], &paths, case.greedy.len(), |_| ()).unwrap() {
+    for outcome in verify(&mut decoder, &[request], &paths, case.greedy.len(), |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
         assert_eq!(outcome.replies[0], case.greedy, "{}", outcome.path.name());
     }

@@ -1,7 +1,7 @@
 //! Speculation: replies equal those of plain decoding, with any drafts, rejections and rewinds.
 
 use steersman_engine::config::{Activations, Config, DraftKind};
-use steersman_engine::tools::verify::DecodePath;
+use steersman_engine::tools::verify::{DecodePath, paths, verify};
 use steersman_tests::{bundled_model, config, load, speculation_prompts};
 
 const KINDS: [&str; 4] = ["extraction", "story", "copying", "loop"];
@@ -32,12 +32,12 @@ fn greedy_speculation_equals_greedy_decoding() {
 fn check_speculation(config: Config) {
     let data = tempfile::tempdir().unwrap();
     let (mut decoder, _) = load(config, data.path()).unwrap();
-    let paths = decoder.paths().unwrap();
+    let paths = paths(&decoder).unwrap();
     for kind in [DraftKind::Ngram, DraftKind::Mtp, DraftKind::Model] {
         assert!(paths.contains(&DecodePath::Drafted(kind)), "{kind:?}");
     }
     let requests = speculation_prompts(&KINDS, 1);
-    for outcome in decoder.verify(&requests, &paths, 96, |_| ()).unwrap() {
+    for outcome in verify(&mut decoder, &requests, &paths, 96, |_| ()).unwrap() {
         assert!(outcome.holds() && outcome.equal == requests.len(), "{outcome:?}");
         let [drafted, accepted, _] = outcome.drafted;
         match outcome.path {

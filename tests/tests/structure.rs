@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 use steersman_engine::request::{FinishReason, Form, Request, ResponseFormat, ToolChoice};
+use steersman_engine::tools::verify::{paths, verify};
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{Reply, Running, ask, ask_weather, config, load, run};
 
@@ -130,7 +131,7 @@ fn required_calls_are_made_and_strict_ones_follow_their_schema() {
 fn replies_of_a_form_are_equal_on_every_path() {
     let data = tempfile::tempdir().unwrap();
     let (mut decoder, _) = load(config(), data.path()).unwrap();
-    let paths = decoder.paths().unwrap();
+    let paths = paths(&decoder).unwrap();
     let question = |reasoning| Request { reasoning: Some(reasoning), ..ask("Who is Nora?") };
     let requests = [
         with_form(Form::JsonSchema(person()), question(false)),
@@ -141,7 +142,7 @@ fn replies_of_a_form_are_equal_on_every_path() {
         add(ToolChoice::default(), true),
         add(ToolChoice { is_required: true, ..ToolChoice::default() }, false),
     ];
-    for outcome in decoder.verify(&requests, &paths, 40, |_| ()).unwrap() {
+    for outcome in verify(&mut decoder, &requests, &paths, 40, |_| ()).unwrap() {
         assert!(outcome.holds() && outcome.equal == requests.len(), "{outcome:?}");
     }
 }

@@ -14,7 +14,7 @@ use super::kv_buffer::{KvBuffer, STEP, capacity_for, rows};
 use super::shared_rows::{BLOCK, SharedKv, whole_blocks};
 use super::{column, expect_rows};
 use crate::error::Result;
-use crate::kernels::cpu::queue;
+use crate::lazy::submit;
 
 /// Own rows after shared ones, up to which their buffer grows by [`BLOCK`] instead of [`STEP`]: many requests that share
 /// a prefix have few rows of their own.
@@ -130,7 +130,7 @@ impl Full {
     /// depends on the other, and runs what is queued in order.
     fn queue_writes(&self) -> Result<()> {
         match &self.written_with {
-            Some(with) => queue([with]),
+            Some(with) => submit([with]),
             None => Ok(()),
         }
     }

@@ -6,7 +6,7 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 
 use super::row;
 use crate::error::Result;
-use crate::kernels::cpu::queue;
+use crate::lazy::submit;
 
 /// KV of one layer in one format: keys and values [1, H, T, D], or, if quantized, elements, scales
 /// and biases of keys, then of values.
@@ -108,6 +108,6 @@ pub fn owned(arrays: &[Array]) -> Result<Vec<Array>> {
         }
         left = others;
     }
-    queue(&copies)?;
+    submit(&copies)?;
     Ok(copies)
 }

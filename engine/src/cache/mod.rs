@@ -23,7 +23,7 @@ pub use full::{Buffers, Full};
 pub use key_values::{KeyValues, owned};
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
-pub use recurrent::{Recurrent, Writes, WritesOf, delta_write};
+pub use recurrent::{Recurrent, RewindKernels, Writes, WritesOf, delta_write};
 pub use shared_rows::{SharedKv, SharedRows};
 pub use sliding::Sliding;
 
@@ -34,7 +34,7 @@ use mlx_rs::Array;
 use self::key_values::LayerKv;
 use self::shared_rows::whole_blocks;
 use crate::error::{Error, Result};
-use crate::kernels::cpu;
+use crate::lazy::is_available;
 
 /// The cache of one layer.
 #[derive(Debug, Clone)]
@@ -146,7 +146,7 @@ impl Cache {
             LayerCache::Recurrent(recurrent) => Some(recurrent.batches()),
             _ => None,
         });
-        states.flatten().filter(|state| !cpu::is_available(state))
+        states.flatten().filter(|state| !is_available(state))
     }
 
     /// Sets the draft mark to the present position. Replaces an earlier mark.

@@ -4,8 +4,8 @@
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
 //! truncated. After a draft mark the layer also records what each row writes (two vectors and a
 //! number a row; the state is a matrix), and a rewind replays the accepted rows: with a kernel one by one, as the
-//! kernels of the gated delta rule run them ([`cpu::replay`], [`cuda::rewind`]), else with [`delta_write`]. Nothing is
-//! copied: MLX arrays are immutable, so the mark is a handle to the old state.
+//! kernels of the gated delta rule run them ([`RewindKernels`], which the layer hands in), else with [`delta_write`]. Nothing
+//! is copied: MLX arrays are immutable, so the mark is a handle to the old state.
 
 use std::rc::Rc;
 
@@ -16,7 +16,6 @@ use mlx_rs::{Array, Dtype};
 use super::element::Element;
 use super::expect_shape;
 use crate::error::Result;
-use crate::kernels::{cpu, cuda};
 
 /// `state` f32 [1, H_v, D_v, D_k], or [1, 1] without a matrix, and `tail` [1, K - 1, C], zeros at the start.
 #[derive(Debug, Clone)]
@@ -26,7 +25,27 @@ pub struct Recurrent {
     /// The convolution's last inputs, before the convolution and its activation.
     tail: Element,
     draft_mark: Option<DraftMark>,
+    kernels: &'static RewindKernels,
 }
+
+/// Kernels that rewind a layer to the first rows after its draft mark. Each returns `None` if it has no kernel for the types,
+/// the dimensions or the device.
+#[derive(Debug)]
+pub struct RewindKernels {
+    /// State and tail after the first `keep` of the rows of one pass, whose writes and inputs [1, T, >= C] are given.
+    pub rewind: fn([&Element; 2], &WritesOf, &Element, i32) -> Result<Option<[Array; 2]>>,
+    /// The state after the first rows of `writes`.
+    pub replay: fn(&Element, &WritesOf, i32) -> Option<Result<Array>>,
+    /// Rows `start..start + count` of the rows of all parts [1, T, C] one after another: [1, count, C].
+    pub rows_of: fn(&[&Element], i32, i32) -> Option<Result<Array>>,
+}
+
+/// MLX's operations compute everything.
+const NO_KERNELS: RewindKernels = RewindKernels {
+    rewind: |_, _, _, _| Ok(None),
+    replay: |_, _, _| None,
+    rows_of: |_, _, _| None,
+};
 
 /// The state at the draft mark, and the rows since.
 #[derive(Debug, Clone)]
@@ -41,14 +60,14 @@ struct DraftMark {
 /// The writes of one element of a batch. They are cut out when they are needed, which is seldom.
 #[derive(Debug, Clone)]
 pub struct WritesOf {
-    /// Of all elements.
+    /// The writes of all elements.
     pub batch: Rc<Writes>,
-    /// Of them.
+    /// The index of the element in the batch.
     pub index: i32,
 }
 
 impl WritesOf {
-    /// Those of this element, of its first `rows` rows.
+    /// The writes of this element's first `rows` rows.
     fn first(&self, rows: i32) -> Result<Writes> {
         let (index, Writes { k, correction, log_decay }) = (self.index, &*self.batch);
         let first = |a: &Array| a.try_index((index..index + 1, .., ..rows));
@@ -115,7 +134,13 @@ impl Recurrent {
             state: Element::alone(mlx_rs::ops::zeros_dtype(state, Dtype::Float32)?),
             tail: Element::alone(mlx_rs::ops::zeros_dtype(tail, dtype)?),
             draft_mark: None,
+            kernels: &NO_KERNELS,
         })
+    }
+
+    /// The same state, which these kernels rewind.
+    pub fn with_kernels(self, kernels: &'static RewindKernels) -> Self {
+        Self { kernels, ..self }
     }
 
     /// The delta rule's matrix [1, H_v, D_v, D_k] and the convolution's tail [1, K - 1, C], after all
@@ -165,7 +190,7 @@ impl Recurrent {
         }
         // One pass, as with every draft that a model verifies.
         if let ([x], [writes]) = (&mark.inputs[..], &mark.writes[..])
-            && let Some(kept) = cuda::rewind([&mark.state, &mark.tail], writes, x, keep)?
+            && let Some(kept) = (self.kernels.rewind)([&mark.state, &mark.tail], writes, x, keep)?
         {
             [self.state, self.tail] = kept.map(Element::alone);
             return Ok(());
@@ -174,7 +199,7 @@ impl Recurrent {
         for writes in &mark.writes {
             let rows = writes.batch.rows().min(left);
             if rows > 0 {
-                state = Element::alone(match cpu::replay(&state, writes, rows) {
+                state = Element::alone(match (self.kernels.replay)(&state, writes, rows) {
                     Some(replayed) => replayed?,
                     None => delta_write(&state.array()?, &writes.first(rows)?)?,
                 });
@@ -186,7 +211,7 @@ impl Recurrent {
         };
         let inputs = mark.inputs.iter().map(|x| x.columns(channels));
         let inputs = std::iter::once(Ok(mark.tail)).chain(inputs).collect::<Result<Vec<_>>>()?;
-        let tail = match cpu::rows_of(&inputs.iter().collect::<Vec<_>>(), keep, taps) {
+        let tail = match (self.kernels.rows_of)(&inputs.iter().collect::<Vec<_>>(), keep, taps) {
             Some(tail) => tail?,
             None => {
                 let inputs = inputs.iter().map(Element::array).collect::<Result<Vec<_>>>()?;
@@ -219,7 +244,8 @@ impl Recurrent {
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
         expect_shape(&state, &self.state.shape())?;
         expect_shape(&tail, &self.tail.shape())?;
-        *self = Self { state: Element::alone(state), tail: Element::alone(tail), draft_mark: None };
+        (self.state, self.tail) = (Element::alone(state), Element::alone(tail));
+        self.draft_mark = None;
         Ok(())
     }
 }

@@ -17,124 +17,127 @@ use crate::sequence::save_points::retention;
 use crate::sequence::steer::Todo;
 use crate::sequence::{Progress, Sequence};
 
-impl Decoder {
-    /// The sequence of a prepared request, with saved state. Does not run the model.
-    pub(crate) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
-        let prompt = &prepared.prompt;
-        let is_whole = prepared.request.needs_whole_prompt();
-        self.make_room_for(prompt, is_whole)?;
-        let (cache, cached) = match is_whole {
-            true => (self.prefixes.empty(), 0),
-            false => self.prefixes.restore(prompt)?,
-        };
-        for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
-            if at < self.store_min_tokens {
-                continue;
-            }
-            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
-                let request_id = &prepared.request.id;
-                prepared
-                    .request
-                    .span
-                    .log(|| tracing::warn!(request_id, %error, "retaining saved state failed"));
-            }
+/// The sequence of a prepared request, with saved state. Does not run the model.
+pub fn admit(decoder: &mut Decoder, prepared: Prepared) -> Result<Sequence> {
+    let saved = &mut decoder.saved;
+    let prompt = &prepared.prompt;
+    let is_whole = prepared.request.needs_whole_prompt();
+    let (chunk, bytes) = (decoder.schedule.chunk(), decoder.costs.bytes());
+    saved.make_room_for(prompt, is_whole, chunk, bytes)?;
+    let (cache, cached) = match is_whole {
+        true => (saved.empty(), 0),
+        false => saved.prefixes_mut().restore(prompt)?,
+    };
+    for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
+        if at < saved.min_tokens() {
+            continue;
         }
-        self.sequence(prepared, cache)
+        if let Err(error) = saved.prefixes_mut().retain(&prompt[..at], retention) {
+            let request_id = &prepared.request.id;
+            prepared
+                .request
+                .span
+                .log(|| tracing::warn!(request_id, %error, "retaining saved state failed"));
+        }
     }
+    new_sequence(decoder, prepared, cache)
+}
 
-    /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
-    pub(crate) fn sequence(&mut self, prepared: Prepared, cache: Cache) -> Result<Sequence> {
-        let Prepared {
-            request,
-            events,
-            reasoning,
-            prompt,
-            grammar,
-            reply,
-            plan,
-            policy,
-            seed,
-            notes,
-            mut save_points,
-            limits,
-            sampling,
-            fingerprint,
-            others,
-            body,
-        } = prepared;
-        let cached = cache.position;
-        let is_saved = request.embedding.is_none();
-        save_points.retain(|&(at, _)| is_saved && at >= self.store_min_tokens && at > cached);
-        let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
-        // Fails if the client has disconnected; the first step checks that.
-        // Casts: positions fit i32 (see `Decoder::load`).
-        let _ = events.send(Event::Started {
-            fingerprint,
-            prompt_tokens: prompt.len() as u32,
-            cached_tokens: cached as u32,
-            max_tokens: limits.reply,
-            max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
-        });
-        for note in &notes {
-            let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
-        }
-        let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
-        let mut sampler = Sampler::new(sampling, seed);
-        if !request.biases.is_empty() {
-            sampler.bias(&request.biases, 0);
-        }
-        if request.ignores_end {
-            sampler.ban(self.text.eos(), 0);
-        } else if request.min_tokens > 0 {
-            sampler.ban(self.text.eos(), request.min_tokens);
-        }
-        self.started += 1;
-        Ok(Sequence {
-            number: self.started,
-            reasoning,
-            events,
-            prompt: prompt_tokens,
-            cached,
-            cache,
-            checkpoints: Vec::new(),
-            stale_from: None,
-            next_logits: None,
-            runs_alone: false,
-            saves_anywhere: is_saved && plan.retain.is_none(),
-            save_points: save_points.into(),
-            reply_retention: retention(&plan, &request.retain, SavePoint::Reply)
-                .filter(|_| is_saved),
-            sampled: None,
-            drafters,
-            governor: self.new_governor(),
-            draft: None,
-            plain_steps: 0,
-            passed_over: 0,
-            preempted: 0,
-            since: 0,
-            body,
-            skipped_layers: self.skip.len() as u32,
-            sampler,
-            constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),
-            logprobs: None,
-            reported: 0,
-            pooled: None,
-            phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
-            reply_state,
-            rewind_limit: prompt_tokens,
-            todo: Todo::Nothing,
-            injection: None,
-            detector: plan.loops.map(Detector::new),
-            watch: Watch::new(&plan),
-            outlet: policy.sees_text.then(Outlet::default),
-            hooks: Hooks::new(self.hook_threads.clone(), policy, request.span.clone()),
-            limits,
-            progress: Progress::new(notes, prompt_tokens),
-            tokens: prompt,
-            others,
-            is_decoding: false,
-            phase_span: request.span.prefill(prompt_tokens, cached),
-            request,
-        })
+/// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
+pub fn new_sequence(decoder: &mut Decoder, prepared: Prepared, cache: Cache) -> Result<Sequence> {
+    let Decoder { network, saved, speculation, policies, schedule, .. } = decoder;
+    let Prepared {
+        request,
+        events,
+        reasoning,
+        prompt,
+        grammar,
+        reply,
+        plan,
+        policy,
+        seed,
+        notes,
+        mut save_points,
+        limits,
+        sampling,
+        fingerprint,
+        others,
+        body,
+    } = prepared;
+    let cached = cache.position;
+    let is_saved = request.embedding.is_none();
+    save_points.retain(|&(at, _)| is_saved && at >= saved.min_tokens() && at > cached);
+    let has_drafters = decoder.costs.drafts().is_some();
+    let drafters = match has_drafters {
+        true => speculation.new_drafters(network, &prompt)?,
+        false => Vec::new(),
+    };
+    // Fails if the client has disconnected; the first step checks that.
+    // Casts: positions fit i32 (see `Decoder::load`).
+    let _ = events.send(Event::Started {
+        fingerprint,
+        prompt_tokens: prompt.len() as u32,
+        cached_tokens: cached as u32,
+        max_tokens: limits.reply,
+        max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
+    });
+    for note in &notes {
+        let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
     }
+    let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
+    let mut sampler = Sampler::new(sampling, seed);
+    if !request.biases.is_empty() {
+        sampler.bias(&request.biases, 0);
+    }
+    if request.ignores_end {
+        sampler.ban(network.text().eos(), 0);
+    } else if request.min_tokens > 0 {
+        sampler.ban(network.text().eos(), request.min_tokens);
+    }
+    Ok(Sequence {
+        number: schedule.next_number(),
+        reasoning,
+        events,
+        prompt: prompt_tokens,
+        cached,
+        cache,
+        checkpoints: Vec::new(),
+        stale_from: None,
+        next_logits: None,
+        runs_alone: false,
+        saves_anywhere: is_saved && plan.retain.is_none(),
+        save_points: save_points.into(),
+        reply_retention: retention(&plan, &request.retain, SavePoint::Reply).filter(|_| is_saved),
+        sampled: None,
+        drafters,
+        governor: has_drafters.then(|| speculation.new_governor()),
+        draft: None,
+        plain_steps: 0,
+        passed_over: 0,
+        preempted: 0,
+        since: 0,
+        body,
+        skipped_layers: network.skipped_layers() as u32,
+        sampler,
+        constraint: grammar.map(|grammar| Constraint::new(grammar, speculation.forces_tokens())),
+        logprobs: None,
+        reported: 0,
+        pooled: None,
+        phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
+        reply_state,
+        rewind_limit: prompt_tokens,
+        todo: Todo::Nothing,
+        injection: None,
+        detector: plan.loops.map(Detector::new),
+        watch: Watch::new(&plan),
+        outlet: policy.sees_text.then(Outlet::default),
+        hooks: Hooks::new(policies.hooks().clone(), policy, request.span.clone()),
+        limits,
+        progress: Progress::new(notes, prompt_tokens),
+        tokens: prompt,
+        others,
+        is_decoding: false,
+        phase_span: request.span.prefill(prompt_tokens, cached),
+        request,
+    })
 }

@@ -6,45 +6,42 @@
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::Decoder;
 use crate::config::Pooling;
 use crate::error::{Error, RequestError, Result};
 use crate::request::{Embedding, Event};
 use crate::sequence::Sequence;
 
-impl Decoder {
-    /// Adds the newest rows of the cache of `sequence`, whose hidden states are [1, R, D], to its embedding,
-    /// and sends that at the end of the prompt.
-    ///
-    /// # Errors
-    /// [`RequestError::Field`] if the client wants more dimensions than there are.
-    pub(crate) fn pool(
-        &self,
-        sequence: &mut Sequence,
-        wish: Embedding,
-        hidden: &Array,
-    ) -> Result<()> {
-        let is_end = sequence.cache.position >= sequence.prompt;
-        let hidden = hidden.as_dtype(Dtype::Float32)?;
-        let pooled = match self.pooling {
-            Pooling::Last if is_end => hidden.take_axis(Array::from_int(hidden.dim(1) - 1), 1)?,
-            Pooling::Last => return Ok(()),
-            Pooling::Mean => {
-                let sum = hidden.sum_axis(1, false)?;
-                sequence.pooled.take().map_or(Ok(sum.clone()), |pooled| pooled.add(sum))?
-            }
-        };
-        // The graphs of all chunks would pile up.
-        eval([&pooled])?;
-        if is_end {
-            let embedding = normalized(pooled.try_as_slice::<f32>()?, wish)?;
-            // Fails if the client has disconnected; the next step checks that.
-            let _ = sequence.events.send(Event::Embedding(embedding));
-        } else {
-            sequence.pooled = Some(pooled);
+/// Adds the newest rows of the cache of `sequence`, whose hidden states are [1, R, D], to its embedding,
+/// and sends that at the end of the prompt.
+///
+/// # Errors
+/// [`RequestError::Field`] if the client wants more dimensions than there are.
+pub fn pool(
+    pooling: Pooling,
+    sequence: &mut Sequence,
+    wish: Embedding,
+    hidden: &Array,
+) -> Result<()> {
+    let is_end = sequence.cache.position >= sequence.prompt;
+    let hidden = hidden.as_dtype(Dtype::Float32)?;
+    let pooled = match pooling {
+        Pooling::Last if is_end => hidden.take_axis(Array::from_int(hidden.dim(1) - 1), 1)?,
+        Pooling::Last => return Ok(()),
+        Pooling::Mean => {
+            let sum = hidden.sum_axis(1, false)?;
+            sequence.pooled.take().map_or(Ok(sum.clone()), |pooled| pooled.add(sum))?
         }
-        Ok(())
+    };
+    // The graphs of all chunks would pile up.
+    eval([&pooled])?;
+    if is_end {
+        let embedding = normalized(pooled.try_as_slice::<f32>()?, wish)?;
+        // Fails if the client has disconnected; the next step checks that.
+        let _ = sequence.events.send(Event::Embedding(embedding));
+    } else {
+        sequence.pooled = Some(pooled);
     }
+    Ok(())
 }
 
 /// The first dimensions of `pooled`, scaled to length 1: the direction of a sum is that of the mean.

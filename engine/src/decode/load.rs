@@ -1,6 +1,5 @@
 //! Loading: from a folder with a model to a decoder that is ready for requests.
 
-use std::collections::VecDeque;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,15 +9,18 @@ use sha2::{Digest, Sha256};
 
 use super::Decoder;
 use super::calibration::Calibration;
+use super::costs::CostModels;
 use super::machine_profile::{Key, MachineProfileFile};
-use super::probe::Loading;
-use super::speculate::near_tie_margin;
+use super::network::{Network, NumberFormat};
+use super::prefetch::Prefetch;
+use super::preparation::PolicyThreads;
+use super::probe::{Loading, find_machine_costs};
+use super::speculate::Speculation;
 use super::threads::Products;
-use super::warm_up::prepare_kernels;
+use super::warm_up::{prepare_kernels, warm_up};
 use crate::activity::ActivityReporter;
 use crate::cache::Cache;
 use crate::config::{Config, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
-use crate::draft::TrialTime;
 use crate::engine::Info;
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
@@ -27,9 +29,10 @@ use crate::loading;
 use crate::model::{Loaded, Model, WeightsDigest};
 use crate::policy::Policies;
 use crate::prefix::Prefixes;
+use crate::schedule::Schedule;
 use crate::schedule::memory::{self, Memory, Section};
-use crate::schedule::plan::{Debt, PassCosts};
 use crate::schedule::queue::Queue;
+use crate::schedule::saved::SavedState;
 use crate::sequence::expected::Expected;
 use crate::sequence::hooks::HookThreads;
 use crate::sequence::prepare::Preparer;
@@ -53,138 +56,119 @@ const PROMPT_BYTES_LEAST: usize = 64 << 10;
 /// Part of the fingerprint; changes when the meaning of saved tensors changes.
 const FORMAT: &str = "steersman state 2";
 
-impl Decoder {
-    /// Loads model, tokenizer and template from `folder`, and opens the prefix store in `data`.
-    ///
-    /// # Errors
-    /// When something is missing or wrong; names the file or the key. A store that cannot be opened
-    /// is only a warning.
-    pub fn load(
-        config: Config,
-        folder: &Path,
-        data: &Path,
-        policies: Arc<Policies>,
-    ) -> Result<(Self, Info)> {
-        let _load = loading::begin(&config.model.name, "reading weights");
-        let section = Section::begin(None);
-        memory::check_weights(config.engine.memory_limit_bytes, folder)?;
-        let before_weights = memory::active()?;
-        let text = Text::load(folder)?;
-        let (loaded, digest) = load_weights(&config.model, folder, data)?;
-        let Loaded { model, family, embeddings, on_cpu, dtype, own_kernels, numbers, .. } = loaded;
-        let text = text
-            .with_embeddings(embeddings)
-            .with_special_tokens_in_text(config.model.special_tokens_in_text);
-        let queue = queue_with_expected(&config)?;
-        let calibration_path = Calibration::path(data, &digest);
-        let calibration = read_calibration(&calibration_path, config.engine.skip_kl)?;
-        let skip = layers_to_skip(config.engine.skip_kl, calibration.as_ref(), &calibration_path)?;
-        let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
-        let context = context_limit(config.engine.context, loaded.context, folder)?;
-        let prompt_bytes = match config.engine.prompt_bytes {
-            0 => context.saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_LEAST),
-            bytes => bytes,
-        };
-        let kernels = kernel_settings(&config.model);
-        let name = match config.model.name.is_empty() {
-            true => steersman_gguf::files::name_of(folder),
-            false => config.model.name,
-        };
-        let sha = state_digest(digest, &text, &skip, &config.engine, &config.store);
-        let fingerprint: Fingerprint = sha.clone().finalize().into();
-        // Fails here, not with the first request, if this model's KV cannot be quantized as configured.
-        let empty = empty_cache(&*model, &config.engine)?;
-        let machine = MachineProfileFile::open(config.machine, data, || {
-            Key::new(&fingerprint, on_cpu, &kernels, &config.speculation)
-        });
-        let disk = open_store(&config.store, fingerprint, data);
-        let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
-        let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
-        let activity = ActivityReporter::default();
-        let info = Info {
-            model: name.clone(),
-            family: family.into(),
-            context,
-            prompt_bytes,
-            numbers,
-            profiles: config.profiles.keys().cloned().collect(),
-            fingerprint: hex::encode(&fingerprint[..6]),
-            prefixes: prefixes.reporter(),
-            text: text.clone(),
-            activity: activity.clone(),
-            loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
-        };
-        let preparer = Arc::new(Preparer {
-            text: text.clone(),
-            grammars: Arc::new(Grammars::new(text.clone())),
-            policies,
-            profiles: config.profiles,
-            name,
-            family,
-            model_digest: sha,
-            context,
-            max_tokens: config.engine.max_tokens,
-            prompt_bytes,
-            save_interval: prefixes.save_interval(),
-        });
-        let woken = queue.clone();
-        let wake = Arc::new(move || woken.wake());
-        let hook_threads =
-            HookThreads::start(config.engine.policy_threads, wake).map_err(|_| Error::Stopped)?;
-        let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
-        let kv_bits = config.engine.kv_bits;
-        let mut decoder = Self {
-            model,
-            text,
-            queue,
-            preparer,
-            hook_threads,
-            prefixes,
-            activity,
-            memory: Memory::unlimited(dtype, vocabulary, !on_cpu),
-            prefetch: None,
-            prefetch_turns: config.store.ahead,
-            store_min_tokens: config.store.min_tokens,
-            vocabulary,
-            max_running: max_running(config.engine.max_running),
-            prefill_chunk: config.engine.prefill_chunk,
-            stall: Duration::from_millis(config.engine.stall_ms.into()),
-            pass_costs: PassCosts::default(),
-            debt: Debt::default(),
-            runs_at_once: false,
-            speculation: config.speculation,
+/// Loads model, tokenizer and template from `folder`, and opens the prefix store in `data`.
+///
+/// # Errors
+/// When something is missing or wrong; names the file or the key. A store that cannot be opened
+/// is only a warning.
+pub fn load(
+    config: Config,
+    folder: &Path,
+    data: &Path,
+    policies: Arc<Policies>,
+) -> Result<(Decoder, Info)> {
+    let _load = loading::begin(&config.model.name, "reading weights");
+    let section = Section::begin(None);
+    memory::check_weights(config.engine.memory_limit_bytes, folder)?;
+    let before_weights = memory::active()?;
+    let text = Text::load(folder)?;
+    let (loaded, digest) = load_weights(&config.model, folder, data)?;
+    let Loaded { model, family, embeddings, on_cpu, dtype, own_kernels, numbers, .. } = loaded;
+    let text = text
+        .with_embeddings(embeddings)
+        .with_special_tokens_in_text(config.model.special_tokens_in_text);
+    let queue = queue_with_expected(&config)?;
+    let calibration_path = Calibration::path(data, &digest);
+    let calibration = read_calibration(&calibration_path, config.engine.skip_kl)?;
+    let skip = layers_to_skip(config.engine.skip_kl, calibration.as_ref(), &calibration_path)?;
+    let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
+    let context = context_limit(config.engine.context, loaded.context, folder)?;
+    let prompt_bytes = match config.engine.prompt_bytes {
+        0 => context.saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_LEAST),
+        bytes => bytes,
+    };
+    let kernels = kernel_settings(&config.model);
+    let name = match config.model.name.is_empty() {
+        true => steersman_gguf::files::name_of(folder),
+        false => config.model.name,
+    };
+    let sha = state_digest(digest, &text, &skip, &config.engine, &config.store);
+    let fingerprint: Fingerprint = sha.clone().finalize().into();
+    // Fails here, not with the first request, if this model's KV cannot be quantized as configured.
+    let empty = empty_cache(&*model, &config.engine)?;
+    let machine = MachineProfileFile::open(config.machine, data, || {
+        Key::new(&fingerprint, on_cpu, &kernels, &config.speculation)
+    });
+    let disk = open_store(&config.store, fingerprint, data);
+    let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
+    let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
+    let activity = ActivityReporter::default();
+    let info = Info {
+        model: name.clone(),
+        family: family.into(),
+        context,
+        prompt_bytes,
+        numbers,
+        profiles: config.profiles.keys().cloned().collect(),
+        fingerprint: hex::encode(&fingerprint[..6]),
+        prefixes: prefixes.reporter(),
+        text: text.clone(),
+        activity: activity.clone(),
+        loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+    };
+    let preparer = Preparer {
+        text: text.clone(),
+        grammars: Arc::new(Grammars::new(text.clone())),
+        policies,
+        profiles: config.profiles,
+        name,
+        family,
+        model_digest: sha,
+        context,
+        max_tokens: config.engine.max_tokens,
+        prompt_bytes,
+        save_interval: prefixes.save_interval(),
+    };
+    let woken = queue.clone();
+    let wake = Arc::new(move || woken.wake());
+    let hook_threads =
+        HookThreads::start(config.engine.policy_threads, wake).map_err(|_| Error::Stopped)?;
+    let format = NumberFormat { dtype, kv_bits: config.engine.kv_bits };
+    let network = Network::new(model, text, format, skip, config.model.pooling);
+    let memory = Memory::unlimited(dtype, network.vocabulary(), !on_cpu);
+    let exit_layers = calibration.and_then(|found| found.exit_layers);
+    let EngineConfig { max_running: most, prefill_chunk, stall_ms, .. } = config.engine;
+    let stall = Duration::from_millis(stall_ms.into());
+    let mut decoder = Decoder {
+        network,
+        schedule: Schedule::new(queue, max_running(most), prefill_chunk, stall),
+        costs: CostModels::new(machine, prefixes.read_costs()),
+        saved: SavedState::new(prefixes, memory, config.store.min_tokens),
+        prefetch: Prefetch::new(config.store.ahead),
+        speculation: Speculation::new(
+            config.speculation,
             draft_model,
-            exit_layers: calibration.and_then(|found| found.exit_layers),
-            pooling: config.model.pooling,
-            kv_bits,
-            skip,
+            exit_layers,
             calibration_path,
-            machine,
-            threads: None,
-            costs: None,
-            learned_rates: Default::default(),
-            learned_governor: None,
-            trial_time: TrialTime::default(),
-            dtype,
-            near_tie_margin: near_tie_margin(dtype, kv_bits),
-            sequences: Vec::new(),
-            preempted: VecDeque::new(),
-            awaiting_prefix: Vec::new(),
-            started: 0,
-        };
-        decoder.find_machine_costs(&Loading {
+        ),
+        policies: PolicyThreads::new(preparer, hook_threads),
+        activity,
+    };
+    find_machine_costs(
+        &mut decoder,
+        &Loading {
             products: Products::of(on_cpu, own_kernels > 0),
             on_cpu,
             memory_limit: config.engine.memory_limit_bytes,
             before_weights,
             section: &section,
-        })?;
-        if !on_cpu {
-            loading::stage("warming up");
-            decoder.warm_up();
-        }
-        Ok((decoder, info))
+        },
+    )?;
+    if !on_cpu {
+        loading::stage("warming up");
+        warm_up(&mut decoder);
     }
+    Ok((decoder, info))
 }
 
 /// Loads the model, compiles its kernels and runs it once; returns it with its digest.

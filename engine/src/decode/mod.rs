@@ -9,17 +9,20 @@
 
 mod admit;
 mod calibration;
+mod choices;
+mod costs;
 mod embed;
 mod load;
 mod machine_profile;
+mod network;
 mod prefetch;
 mod preparation;
 mod probe;
 mod prompt_logprobs;
-mod save;
 mod serve;
 mod settle;
 mod speculate;
+mod start;
 mod step;
 #[cfg(test)]
 pub mod tests;
@@ -29,35 +32,27 @@ mod warm_up;
 pub use self::calibration::{Calibration, Skip};
 pub use self::load::max_running;
 
-use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
-use std::rc::Rc;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
-use mlx_rs::{Array, Dtype};
-
-use self::machine_profile::MachineProfileFile;
+use self::costs::CostModels;
+use self::network::Network;
 use self::prefetch::Prefetch;
-use self::threads::Threads;
+use self::preparation::PolicyThreads;
+use self::speculate::Speculation;
 use crate::activity::ActivityReporter;
-use crate::config::{Config, DraftKind, Pooling, SpeculationConfig};
-use crate::draft::{Costs, Governor, MovingRate, TrialTime};
-use crate::engine::Engine;
+use crate::cache::Cache;
+use crate::config::Config;
+use crate::engine::{Engine, Info};
 use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
-use crate::model::{Model, Pass};
+use crate::job::Job;
 use crate::policy::{Policies, Storage};
-use crate::prefix::Prefixes;
-use crate::sample::rows::within;
-use crate::schedule::await_prefix::AwaitingPrefix;
-use crate::schedule::memory::{self, Memory};
-use crate::schedule::plan::{Debt, PassCosts};
-use crate::schedule::queue::Queue;
+use crate::prefix::{Prefixes, Retention};
+use crate::schedule::Schedule;
+use crate::schedule::memory;
+use crate::schedule::saved::SavedState;
 use crate::sequence::Sequence;
-use crate::sequence::hooks::HookThreads;
-use crate::sequence::prepare::Preparer;
-use crate::text::Text;
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
@@ -93,7 +88,7 @@ pub fn start(
     let run = move || match Decoder::load(config, &folder, &data, own_policies) {
         Ok((decoder, info)) => {
             // Fails only if `start` was abandoned.
-            if ready.send(Ok((info, decoder.queue.clone()))).is_ok() {
+            if ready.send(Ok((info, decoder.schedule.queue().clone()))).is_ok() {
                 decoder.run();
                 memory::release_buffers();
             }
@@ -105,86 +100,99 @@ pub fn start(
     Ok((Engine::new(queue, info, policies), thread))
 }
 
-/// The state of the engine thread.
+/// The state of the engine thread, in parts that each own what they change.
 pub struct Decoder {
-    pub(crate) model: Box<dyn Model>,
-    pub(crate) text: Text,
-    pub(crate) queue: Arc<Queue>,
-    pub(crate) preparer: Arc<Preparer>,
-    pub(crate) hook_threads: Rc<HookThreads>,
-    pub(crate) prefixes: Prefixes,
-    pub(crate) memory: Memory,
-    pub(crate) activity: ActivityReporter,
-    /// The prefix that is being computed while no request runs.
-    pub(crate) prefetch: Option<Prefetch>,
-    /// Whether to prefetch the next turn of a conversation.
-    pub(crate) prefetch_turns: bool,
-    pub(crate) store_min_tokens: usize,
-    pub(crate) vocabulary: i32,
-    /// Most sequences that run at the same time; further requests wait in the queue.
-    pub(crate) max_running: usize,
-    pub(crate) prefill_chunk: usize,
-    /// The longest time of a pass beside streams; see [`crate::schedule::plan::Budget`].
-    pub(crate) stall: Duration,
-    pub(crate) pass_costs: PassCosts,
-    pub(crate) debt: Debt,
-    /// Whether passes run on this thread, as one has; see [`step`].
-    pub(crate) runs_at_once: bool,
-    pub(crate) speculation: SpeculationConfig,
-    /// The smaller model that drafts for `model`, if configured.
-    pub(crate) draft_model: Option<Rc<dyn Model>>,
-    /// Layers of early-exit drafts, if calibration found that they pay.
-    pub(crate) exit_layers: Option<usize>,
-    /// Path of the calibration file.
-    pub(crate) calibration_path: PathBuf,
-    /// How embeddings are made.
-    pub(crate) pooling: Pooling,
-    /// Bits of KV in the cache; 0 if not quantized.
-    pub(crate) kv_bits: u32,
-    /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
-    pub(crate) skip: Vec<usize>,
-    /// What is known of this machine before requests are served.
-    pub(crate) machine: MachineProfileFile,
-    /// Threads of matrix products; `None` if they are not ours to choose.
-    pub(crate) threads: Option<Threads>,
-    /// Costs of passes on this machine; `None` without drafters.
-    pub(crate) costs: Option<Costs>,
-    /// Acceptance rates learned in earlier requests, by kind of drafter.
-    pub(crate) learned_rates: [Vec<MovingRate>; DraftKind::ALL.len()],
-    /// Governor of the previous request.
-    pub(crate) learned_governor: Option<Governor>,
-    /// What drafts may lose.
-    pub(crate) trial_time: TrialTime,
-    /// Type of the activations.
-    pub(crate) dtype: Dtype,
-    /// See [`speculate::near_tie_margin`].
-    pub(crate) near_tie_margin: f32,
-    /// Running sequences, in the order of admission.
-    pub(crate) sequences: Vec<Sequence>,
-    /// Preempted sequences, in the order in which they resume.
-    pub(crate) preempted: VecDeque<Sequence>,
-    /// Requests that wait for a prefix which a running sequence computes.
-    pub(crate) awaiting_prefix: Vec<AwaitingPrefix>,
-    /// Number of sequences so far.
-    pub(crate) started: u64,
+    network: Network,
+    schedule: Schedule,
+    saved: SavedState,
+    prefetch: Prefetch,
+    speculation: Speculation,
+    policies: PolicyThreads,
+    costs: CostModels,
+    activity: ActivityReporter,
 }
 
 impl Decoder {
-    /// The part of the model that runs: all but the skipped blocks. It is the same for prompts and
-    /// replies, so that saved state equals the state of decoding.
-    pub(crate) fn pass(&self) -> Pass<'_> {
-        Pass { exit: None, skip: &self.skip }
+    /// Loads model, tokenizer and template from `folder`, and opens the prefix store in `data`.
+    ///
+    /// # Errors
+    /// When something is missing or wrong; names the file or the key. A store that cannot be opened
+    /// is only a warning.
+    pub fn load(
+        config: Config,
+        folder: &Path,
+        data: &Path,
+        policies: Arc<Policies>,
+    ) -> Result<(Self, Info)> {
+        load::load(config, folder, data, policies)
     }
 
-    /// Sets the threads of a pass over `rows` rows.
-    pub(crate) fn set_threads(&mut self, rows: usize) {
-        if let Some(threads) = &mut self.threads {
-            threads.set_for(rows);
-        }
+    /// The model, and how its passes run.
+    pub(crate) fn network(&self) -> &Network {
+        &self.network
     }
 
-    /// Logits [1, R, V] of hidden states [1, R, D], without padding columns.
-    pub(crate) fn logits(&self, hidden: &Array) -> Result<Array> {
-        within(self.model.logits(hidden)?, self.vocabulary)
+    /// The model, to run passes without sequences.
+    pub(crate) fn network_mut(&mut self) -> &mut Network {
+        &mut self.network
+    }
+
+    /// The drafters, and what was learned of them.
+    pub(crate) fn speculation(&self) -> &Speculation {
+        &self.speculation
+    }
+
+    /// The drafters, to be changed.
+    pub(crate) fn speculation_mut(&mut self) -> &mut Speculation {
+        &mut self.speculation
+    }
+
+    /// What passes cost on this machine.
+    pub(crate) fn costs(&self) -> &CostModels {
+        &self.costs
+    }
+
+    /// An empty cache.
+    pub(crate) fn empty_cache(&self) -> Cache {
+        self.saved.empty()
+    }
+
+    /// Returns true if arrays are in the memory of a GPU.
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        self.saved.memory().is_on_gpu()
+    }
+
+    /// Most tokens of prompt and reply together.
+    pub(crate) fn context(&self) -> usize {
+        self.policies.preparer().context
+    }
+
+    /// Most rows of prompt in a pass.
+    pub(crate) fn chunk(&self) -> usize {
+        self.schedule.chunk()
+    }
+
+    /// Replaces the most rows of prompt in a pass, and returns the number before.
+    pub(crate) fn set_chunk(&mut self, chunk: usize) -> usize {
+        self.schedule.set_chunk(chunk)
+    }
+
+    /// Prepares a request on this thread, and admits it.
+    pub(crate) fn admit(&mut self, job: Job) -> Result<Sequence> {
+        let prepared = self.policies.preparer().prepare(job)?;
+        admit::admit(self, prepared)
+    }
+
+    /// Saves the state of the tokens of a sequence that have run.
+    pub(crate) fn save(&mut self, sequence: &Sequence) {
+        self.saved.save(sequence, Retention::default());
+    }
+
+    /// Replaces the prefix cache by an empty one of at most `bytes` bytes, in which prefixes of any length are shared.
+    pub(crate) fn forget_prefixes(&mut self, bytes: u64) -> Result<()> {
+        let shares = self.saved.prefixes().shares();
+        *self.saved.prefixes_mut() = Prefixes::new(self.saved.empty(), bytes, None, 0)?;
+        self.saved.prefixes_mut().share_from(shares.then_some(1));
+        Ok(())
     }
 }

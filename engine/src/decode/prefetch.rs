@@ -7,93 +7,134 @@
 
 use mlx_rs::transforms::eval;
 
-use super::Decoder;
+use super::network::Network;
 use crate::cache::{Cache, Span};
 use crate::error::{Error, Result, catch_panic};
 use crate::nn::token_ids;
 use crate::prefix::Retention;
-use crate::sequence::expected::Prefix;
+use crate::schedule::memory::PassBytes;
+use crate::schedule::queue::Queue;
+use crate::schedule::saved::SavedState;
+use crate::sequence::Sequence;
+use crate::sequence::expected::{Expected, Prefix};
 
 /// Tokens of a chunk, for which a request waits at most.
 const CHUNK: usize = 64;
 
-/// A prefix that is being computed.
+/// Computes prefixes while no request runs.
 pub struct Prefetch {
+    /// The prefix that is being computed.
+    running: Option<Running>,
+    /// Whether the next turn of a conversation is prefetched.
+    turns: bool,
+}
+
+/// A prefix that is being computed.
+struct Running {
     prefix: Prefix,
     cache: Cache,
 }
 
-impl Decoder {
-    /// Stops computing a prefix so that a request can run. It starts again later, from the state saved
-    /// last.
-    pub(crate) fn interrupt_prefetch(&mut self) {
-        if let Some(Prefetch { prefix, .. }) = self.prefetch.take() {
-            self.queue.add_prefix(prefix);
+impl Prefetch {
+    /// Nothing is computed yet. `turns`: whether the next turn of a conversation is prefetched.
+    pub fn new(turns: bool) -> Self {
+        Self { running: None, turns }
+    }
+
+    /// Lets `queue` expect the next turn of a conversation, if it is to be prefetched.
+    pub fn expect_turn(&self, queue: &Queue, sequence: &Sequence, retention: Retention) {
+        // The next turn after a raw prompt is unknown: no template rendered it.
+        if self.turns && sequence.request.prompt.is_none() {
+            queue.expect(Expected::after(sequence, retention));
         }
     }
 
-    /// Computes one chunk; false if there is nothing to prefetch.
-    pub(crate) fn prefetch_chunk(&mut self) -> bool {
-        let running = match self.prefetch.take() {
+    /// Stops computing a prefix so that a request can run. It starts again later, from the state saved
+    /// last.
+    pub fn interrupt(&mut self, queue: &Queue) {
+        if let Some(Running { prefix, .. }) = self.running.take() {
+            queue.add_prefix(prefix);
+        }
+    }
+
+    /// Computes one chunk of a prefix of `queue` that is shorter than `context`; false if there is nothing to prefetch.
+    pub fn compute_chunk(
+        &mut self,
+        network: &mut Network,
+        saved: &mut SavedState,
+        bytes: &PassBytes,
+        queue: &Queue,
+        context: usize,
+    ) -> bool {
+        let running = match self.running.take() {
             Some(running) => Ok(running),
-            None => match self.queue.take_prefix() {
+            None => match queue.take_prefix() {
                 Some(prefix) => Err(prefix),
                 None => return false,
             },
         };
         let result = catch_panic("being prefetched", || {
-            let mut running = running.or_else(|prefix| self.begin_prefetch(prefix))?;
-            self.run_prefetch(&mut running)?;
+            let mut running = running.or_else(|prefix| Running::begin(saved, prefix, context))?;
+            running.compute(network, saved, bytes)?;
             Ok(running)
         });
         match result {
             Ok(running) if running.cache.position < running.prefix.tokens.len() => {
-                self.prefetch = Some(running);
+                self.running = Some(running);
             }
             Ok(_) => {}
             Err(error @ Error::Panic { .. }) => {
                 tracing::error!(%error, "prefix prefetch panicked");
-                self.recover_from(&error);
+                saved.recover_from(&error);
             }
             Err(error) => tracing::debug!(%error, "prefix prefetch failed"),
         }
         true
     }
+}
 
-    fn begin_prefetch(&mut self, mut prefix: Prefix) -> Result<Prefetch> {
+impl Running {
+    fn begin(saved: &mut SavedState, mut prefix: Prefix, context: usize) -> Result<Self> {
         let tokens = &mut prefix.tokens;
-        if tokens.len() < self.store_min_tokens || tokens.len() >= self.preparer.context {
+        if tokens.len() < saved.min_tokens() || tokens.len() >= context {
             tokens.clear();
         }
         // Resuming leaves the last token to run; a request will have at least one more than the prefix.
-        let (cache, _) = self.prefixes.resume(&[&tokens[..], &[0]].concat())?;
-        Ok(Prefetch { prefix, cache })
+        let (cache, _) = saved.prefixes_mut().resume(&[&tokens[..], &[0]].concat())?;
+        Ok(Self { prefix, cache })
     }
 
     /// Runs one chunk, and saves the state at the end of the prefix and at regular positions before.
-    fn run_prefetch(&mut self, running: &mut Prefetch) -> Result<()> {
-        let Prefetch { prefix: Prefix { tokens, retention }, cache } = running;
+    fn compute(
+        &mut self,
+        network: &mut Network,
+        saved: &mut SavedState,
+        bytes: &PassBytes,
+    ) -> Result<()> {
+        let Self { prefix: Prefix { tokens, retention }, cache } = self;
         let start = cache.position;
         if start >= tokens.len() {
-            return self.prefixes.retain(tokens, *retention);
+            return saved.prefixes_mut().retain(tokens, *retention);
         }
-        let every = self.prefixes.save_interval().unwrap_or(usize::MAX);
+        let every = saved.prefixes().save_interval().unwrap_or(usize::MAX);
         let stop = (start / every + 1).saturating_mul(every);
         let end = tokens.len().min(start + CHUNK).min(stop);
         // Nothing is evicted for a request that may not come.
-        self.memory.check(self.memory.of_step([(&*cache, end - start)]))?;
-        self.set_threads(end - start);
+        let memory = saved.memory();
+        memory.check(memory.of_step(bytes, [(&*cache, end - start)]))?;
+        network.set_threads(end - start);
         let ids = token_ids(&tokens[start..end]);
-        self.model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], self.pass())?;
+        network.forward(&ids, &mut [Span { rows: ids.dim(0), cache }])?;
         eval(&cache.arrays()?)?;
-        self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - start) as u64);
+        let prefixes = saved.prefixes_mut();
+        prefixes.reporter().count(|counts| counts.ahead_tokens += (end - start) as u64);
         if end == tokens.len() {
-            let plan = self.prefixes.plan_save(cache, tokens, *retention);
-            self.prefixes.save(cache, tokens, &plan)?;
+            let plan = prefixes.plan_save(cache, tokens, *retention);
+            prefixes.save(cache, tokens, &plan)?;
         } else if end == stop {
             // Limits the work lost when a request interrupts.
-            let plan = self.prefixes.plan_save(cache, &tokens[..end], Retention::default());
-            self.prefixes.save(cache, &tokens[..end], &plan)?;
+            let plan = prefixes.plan_save(cache, &tokens[..end], Retention::default());
+            prefixes.save(cache, &tokens[..end], &plan)?;
         }
         Ok(())
     }

@@ -2,16 +2,16 @@
 
 use std::time::Instant;
 
-use mlx_rs::Array;
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
-use super::machine_profile::MachineProfile;
-use super::threads::{Products, Threads};
-use crate::cache::{Cache, Span};
+use super::network::Network;
+use super::speculate::Speculation;
+use super::threads::Products;
+use crate::cache::Cache;
 use crate::draft::{Costs, ROWS};
 use crate::error::{Error, Result};
-use crate::nn::{DENSE_ROWS, token_ids};
+use crate::nn::DENSE_ROWS;
 use crate::prefix::SHORTEST_SHARED;
 use crate::schedule::memory::{self, Before, PassBytes, Section};
 use crate::schedule::plan::{self, PassCosts};
@@ -41,140 +41,111 @@ pub struct Loading<'a> {
     pub section: &'a Section,
 }
 
-impl Decoder {
-    /// Finds threads, costs and the limit on memory. What the machine profile lacks is measured, and saved there.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the model takes more memory than the limit already.
-    pub(crate) fn find_machine_costs(&mut self, loading: &Loading<'_>) -> Result<()> {
-        let known = self.machine.profile();
-        self.threads = Threads::choose(loading.products, |products| match known.threads {
-            Some(counts) => Ok(counts),
-            None => Threads::measure(&*self.model, self.pass(), &self.prefixes.empty(), products),
-        })?;
-        self.find_costs(known.costs)?;
-        self.pass_costs = match known.prefill {
-            Some(costs) => costs,
-            None => self.measure_prefill(TIMED_ROWS[usize::from(!loading.on_cpu)])?,
-        };
-        // As measured on a machine that does nothing else: not what prompts take beside other requests.
-        let costs = self.pass_costs.of_prompts(self.prefill_chunk);
-        self.prefixes.set_compute_costs(costs);
-        // A GPU compiles kernels for these passes, which the first request must not wait for.
-        let known_bytes = known.pass_bytes.filter(|_| loading.on_cpu);
-        let pass_bytes = self.measure_memory(known_bytes, loading)?;
-        self.machine.measured(MachineProfile {
-            threads: self.threads.as_ref().map(Threads::counts).or(known.threads),
-            costs: self.costs.or(known.costs),
-            prefill: Some(self.pass_costs),
-            pass_bytes: Some(pass_bytes),
-        });
-        Ok(())
+/// Finds threads, costs and the limit on memory. What the machine profile lacks is measured, and saved there.
+///
+/// # Errors
+/// [`Error::Config`] if the model takes more memory than the limit already.
+pub fn find_machine_costs(decoder: &mut Decoder, loading: &Loading<'_>) -> Result<()> {
+    let Decoder { network, saved, speculation, costs, schedule, activity, .. } = decoder;
+    let (known, empty) = (costs.known(), saved.empty());
+    let threads = network.choose_threads(loading.products, known.threads, &empty)?;
+    if let Some(found) = find_draft_costs(network, speculation, &empty, known.costs)? {
+        costs.set_drafts(found);
     }
+    let passes = match known.prefill {
+        Some(costs) => costs,
+        None => measure_prefill(network, &empty, TIMED_ROWS[usize::from(!loading.on_cpu)])?,
+    };
+    costs.set_passes(passes, schedule.chunk());
+    // Weights are evaluated at their first use: those of the head count from now on.
+    let mut cache = empty.clone();
+    eval([&network.logits(&network.run_probe(1, &mut cache)?)?])?;
+    saved.prefixes_mut().share_from(cache.is_shareable().then_some(SHORTEST_SHARED));
+    // A GPU compiles kernels for these passes, which the first request must not wait for.
+    let pass = match known.pass_bytes.filter(|_| loading.on_cpu) {
+        Some(bytes) => bytes,
+        None => measure_pass_bytes(network, &empty, loading)?,
+    };
+    let (limit, set_by) = memory::find_limit(loading.memory_limit)?;
+    let used = memory::active()?;
+    if limit <= used {
+        return Err(memory::too_small(set_by, used, limit));
+    }
+    saved.set_limit(limit)?;
+    let weights = used.saturating_sub(loading.before_weights);
+    activity.update(|activity| {
+        (activity.bytes.limit, activity.bytes.weights) = (limit, weights);
+    });
+    tracing::info!(limit, set_by, used, ?pass, "memory limit");
+    costs.set_bytes(pass);
+    costs.save_measured(threads);
+    Ok(())
+}
 
-    /// Sets the costs of passes and drafts on this machine, if there are drafters: those that are `known`, or measured ones.
-    fn find_costs(&mut self, known: Option<Costs>) -> Result<()> {
-        let mut drafters = self.new_drafters(&[])?;
-        if drafters.is_empty() {
-            return Ok(());
-        }
-        if known.is_some() {
-            self.costs = known;
-            return Ok(());
-        }
+/// The costs of passes and drafts on this machine, if there are drafters: those that are `known`, or measured ones.
+fn find_draft_costs(
+    network: &mut Network,
+    speculation: &Speculation,
+    empty: &Cache,
+    known: Option<Costs>,
+) -> Result<Option<Costs>> {
+    let mut drafters = speculation.new_drafters(network, &[])?;
+    if drafters.is_empty() || known.is_some() {
+        return Ok(known.filter(|_| !drafters.is_empty()));
+    }
+    let start = Instant::now();
+    let costs = network.with_threads(|network, set_threads| {
+        let networks = speculation.networks(network);
+        let exact = speculation.is_exact();
+        Costs::measure(&networks, empty.clone(), &mut drafters, exact, set_threads)
+    })?;
+    let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
+    let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));
+    let (step, drafting) = (costs.plain(1), costs.draft);
+    let elapsed = start.elapsed();
+    tracing::info!(?drafters, step, ?passes, ?drafting, ?elapsed, "speculation costs measured");
+    Ok(Some(costs))
+}
+
+/// Measures passes with two numbers of rows on this machine. The first run of each compiles kernels, which
+/// the first request need not wait for then.
+fn measure_prefill(network: &mut Network, empty: &Cache, rows: [usize; 2]) -> Result<PassCosts> {
+    let mut measure = |rows: usize| -> Result<(usize, f32)> {
+        network.set_threads(rows);
+        network.run_probe(rows, &mut empty.clone())?;
         let start = Instant::now();
-        let empty = self.prefixes.empty();
-        let mut threads = self.threads.take();
-        let prepare = |rows| threads.iter_mut().for_each(|threads| threads.set_for(rows));
-        let costs = Costs::measure(
-            &self.networks(),
-            empty,
-            &mut drafters,
-            self.speculation.exact,
-            prepare,
-        )?;
-        self.threads = threads;
-        let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
-        let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));
-        let (step, drafting) = (costs.plain(1), costs.draft);
-        let elapsed = start.elapsed();
-        tracing::info!(?drafters, step, ?passes, ?drafting, ?elapsed, "speculation costs measured");
-        self.costs = Some(costs);
-        Ok(())
-    }
+        network.run_probe(rows, &mut empty.clone())?;
+        Ok((rows, start.elapsed().as_secs_f32()))
+    };
+    let passes = [measure(rows[0])?, measure(rows[1])?];
+    tracing::info!(?passes, "prefill measured");
+    Ok(PassCosts::measured(passes))
+}
 
-    /// Measures passes with two numbers of rows on this machine. The first run of each compiles kernels, which
-    /// the first request need not wait for then.
-    fn measure_prefill(&mut self, rows: [usize; 2]) -> Result<PassCosts> {
-        let mut measure = |rows: usize| -> Result<(usize, f32)> {
-            self.set_threads(rows);
-            self.run_probe(rows, &mut self.prefixes.empty())?;
-            let start = Instant::now();
-            self.run_probe(rows, &mut self.prefixes.empty())?;
-            Ok((rows, start.elapsed().as_secs_f32()))
-        };
-        let passes = [measure(rows[0])?, measure(rows[1])?];
-        tracing::info!(?passes, "prefill measured");
-        Ok(PassCosts::measured(passes))
-    }
+/// Bytes of passes, measured on two of them.
+fn measure_pass_bytes(
+    network: &Network,
+    empty: &Cache,
+    loading: &Loading<'_>,
+) -> Result<PassBytes> {
+    let probes = PROBES[usize::from(!loading.on_cpu)];
+    let measure =
+        |rows| Ok::<_, Error>((rows, measure_pass(network, empty, rows, loading.section)?));
+    Ok(PassBytes::measured([measure(probes[0])?, measure(probes[1])?]))
+}
 
-    /// Runs a pass of `rows` equal tokens, to measure it; returns its hidden states.
-    fn run_probe(&self, rows: usize, cache: &mut Cache) -> Result<Array> {
-        let ids = token_ids(&vec![0; rows]);
-        let mut span = [Span { rows: ids.dim(0), cache }];
-        let hidden = self.model.forward(&ids, &mut span, self.pass())?;
-        eval(cache.arrays()?.iter().chain([&hidden]))?;
-        Ok(hidden)
-    }
-
-    /// Sets the limit on memory, and measures passes unless their bytes are `known`; returns these bytes.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the model takes more than the limit already.
-    fn measure_memory(
-        &mut self,
-        known: Option<PassBytes>,
-        loading: &Loading<'_>,
-    ) -> Result<PassBytes> {
-        // Weights are evaluated at their first use: those of the head count from now on.
-        let mut cache = self.prefixes.empty();
-        eval([&self.logits(&self.run_probe(1, &mut cache)?)?])?;
-        self.prefixes.share_from(cache.is_shareable().then_some(SHORTEST_SHARED));
-        let pass = known.map_or_else(|| self.measure_pass_bytes(loading.section), Ok)?;
-        let (limit, set_by) = memory::find_limit(loading.memory_limit)?;
-        let used = memory::active()?;
-        if limit <= used {
-            return Err(memory::too_small(set_by, used, limit));
+/// Bytes that a pass of `rows` rows takes besides weights and cache: the least of some attempts, if other
+/// engines allocate meanwhile.
+fn measure_pass(network: &Network, empty: &Cache, rows: usize, loading: &Section) -> Result<u64> {
+    let mut least = u64::MAX;
+    for _ in 0..ATTEMPTS {
+        let section = Section::begin(Some(loading));
+        let (mut cache, before) = (empty.clone(), Before::now()?);
+        let _hidden = network.run_probe(rows, &mut cache)?;
+        least = least.min(before.transient()?);
+        if section.is_alone() {
+            break;
         }
-        self.memory.set_limit(limit, &self.prefixes.empty(), pass)?;
-        let weights = used.saturating_sub(loading.before_weights);
-        self.activity.update(|activity| {
-            (activity.bytes.limit, activity.bytes.weights) = (limit, weights);
-        });
-        tracing::info!(limit, set_by, used, ?pass, "memory limit");
-        Ok(pass)
     }
-
-    /// Bytes of passes, measured on two of them.
-    fn measure_pass_bytes(&self, loading: &Section) -> Result<PassBytes> {
-        let probes = PROBES[usize::from(self.memory.on_gpu)];
-        let measure = |rows| Ok::<_, Error>((rows, self.measure_pass(rows, loading)?));
-        Ok(PassBytes::measured([measure(probes[0])?, measure(probes[1])?]))
-    }
-
-    /// Bytes that a pass of `rows` rows takes besides weights and cache: the least of some attempts, if other
-    /// engines allocate meanwhile.
-    fn measure_pass(&self, rows: usize, loading: &Section) -> Result<u64> {
-        let mut least = u64::MAX;
-        for _ in 0..ATTEMPTS {
-            let section = Section::begin(Some(loading));
-            let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
-            let _hidden = self.run_probe(rows, &mut cache)?;
-            least = least.min(before.transient()?);
-            if section.is_alone() {
-                break;
-            }
-        }
-        Ok(least)
-    }
+    Ok(least)
 }

@@ -4,19 +4,16 @@
 //! a panic, nothing of its sequence is used any more, and the prefix cache, which it may have left
 //! halfway through a change, is emptied: that costs time only.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::preparation;
-use super::{Decoder, memory};
+use super::choices::start_choices;
+use super::{Decoder, memory, preparation};
 use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
-use crate::request::{Event, Request};
+use crate::request::Request;
 use crate::schedule::queue::{Next, Queue};
 use crate::sequence::Sequence;
-use crate::sequence::expected::Expected;
 use crate::sequence::hooks::ENDING;
-use crate::sequence::prepare::{Prepared, log_refused};
 
 /// Longest wait for an answer of a policy, after which clients that have disconnected and deadlines are
 /// noticed.
@@ -25,7 +22,7 @@ const POLL: Duration = Duration::from_millis(5);
 impl Decoder {
     /// Serves requests until every handle is dropped or the engine is stopped, then flushes the store.
     pub fn run(mut self) {
-        let (queue, preparer) = (self.queue.clone(), self.preparer.clone());
+        let (queue, preparer) = (self.schedule.queue().clone(), self.policies.preparer().clone());
         std::thread::scope(|scope| {
             // Also after a panic: nobody may wait for this thread then.
             let _ended = Ended(&queue);
@@ -37,11 +34,11 @@ impl Decoder {
                 spawned.expect("the system has room for another thread");
             }
             self.serve();
-            while self.hook_threads.finishing() > 0 {
-                self.queue.wait_unless(|| false, POLL);
+            while self.policies.finishing() > 0 {
+                self.schedule.queue().wait_unless(|| false, POLL);
             }
-            self.machine.learned(self.costs);
-            if let Err(error) = self.prefixes.flush() {
+            self.costs.save_learned();
+            if let Err(error) = self.saved.prefixes().flush() {
                 tracing::warn!(%error, "flushing the prefix store failed");
             }
         });
@@ -49,19 +46,19 @@ impl Decoder {
 
     fn serve(&mut self) {
         loop {
-            let nothing_runs = self.sequences.is_empty() && self.preempted.is_empty();
-            if nothing_runs && self.hook_threads.finishing() >= self.max_running {
-                self.queue.wait_unless(|| false, POLL);
+            let nothing_runs = self.schedule.has_no_sequence();
+            if nothing_runs && self.policies.finishing() >= self.schedule.max_running() {
+                self.schedule.queue().wait_unless(|| false, POLL);
                 self.end_unwanted();
-                if self.queue.is_stopping() {
-                    self.stop_awaiting();
+                if self.schedule.queue().is_stopping() {
+                    self.schedule.stop_awaiting();
                 }
                 continue;
             }
-            if nothing_runs && self.awaiting_prefix.is_empty() {
-                let next = match self.queue.first() {
+            if nothing_runs && self.schedule.awaiting_count() == 0 {
+                let next = match self.schedule.queue().first() {
                     Next::Nothing if self.prefetch_chunk() => continue,
-                    Next::Nothing => self.queue.wait_for_next(),
+                    Next::Nothing => self.schedule.queue().wait_for_next(),
                     next => next,
                 };
                 match next {
@@ -70,13 +67,13 @@ impl Decoder {
                     Next::End => return,
                 }
             }
-            if self.queue.is_stopping() {
-                for sequence in &mut self.take_all() {
+            if self.schedule.queue().is_stopping() {
+                for sequence in &mut self.schedule.take_all() {
                     self.fail(sequence, Error::Stopped);
                 }
-                self.stop_awaiting();
+                self.schedule.stop_awaiting();
             }
-            self.wait_for_policies(&self.sequences);
+            self.wait_for_policies(self.schedule.running());
             self.step();
         }
     }
@@ -85,50 +82,33 @@ impl Decoder {
     pub(crate) fn wait_for_policies(&self, running: &[Sequence]) {
         if !running.is_empty() && running.iter().all(|sequence| sequence.hooks.is_away()) {
             let is_back = || running.iter().any(|sequence| sequence.hooks.is_back());
-            self.queue.wait_unless(is_back, POLL);
+            self.schedule.queue().wait_unless(is_back, POLL);
         }
     }
 
-    /// Whether another sequence may run. Those whose `on-finish` is being called count, but one may always run:
-    /// the loop must not spin while threads finish others.
-    pub(crate) fn has_slot(&self) -> bool {
-        let running = self.sequences.len();
-        running == 0 || running + self.hook_threads.finishing() < self.max_running
-    }
-
-    /// All sequences, running and preempted.
-    fn take_all(&mut self) -> Vec<Sequence> {
-        self.sequences.drain(..).chain(self.preempted.drain(..)).collect()
-    }
-
-    pub(crate) fn start_request(&mut self, prepared: Prepared) {
-        self.interrupt_prefetch();
-        let Request { id, span, .. } = &prepared.request;
-        let (id, span, events) = (id.clone(), span.clone(), prepared.events.clone());
-        match catch_panic("being admitted", || self.admit(prepared)) {
-            Ok(sequence) => self.sequences.push(sequence),
-            Err(error) => {
-                span.log(|| log_refused(&id, &error));
-                self.recover_from(&error);
-                let _ = events.send(Event::Failed(error));
-            }
-        }
+    /// Computes one chunk of a prefix while no request runs; false if there is nothing to prefetch.
+    fn prefetch_chunk(&mut self) -> bool {
+        let context = self.policies.preparer().context;
+        let queue = self.schedule.queue();
+        let Self { prefetch, network, saved, costs, .. } = self;
+        prefetch.compute_chunk(network, saved, costs.bytes(), queue, context)
     }
 
     /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
-    pub(crate) fn step(&mut self) {
+    pub(super) fn step(&mut self) {
         self.end_unwanted();
         self.start_requests();
         self.make_room_for_step();
-        let mut running = std::mem::take(&mut self.sequences);
+        let mut running = self.schedule.take_running();
         if !running.is_empty() {
             self.run_step(&mut running);
         }
-        self.sequences = running;
+        self.schedule.set_running(running);
         // Before those that have ended are dropped: the reply to a prompt may be empty.
-        self.start_choices();
-        let running = std::mem::take(&mut self.sequences);
-        self.sequences = running.into_iter().filter_map(|s| self.unless_ended(s)).collect();
+        start_choices(self);
+        let running = self.schedule.take_running();
+        let running = running.into_iter().filter_map(|s| self.unless_ended(s)).collect();
+        self.schedule.set_running(running);
         self.report_sequences();
     }
 
@@ -145,7 +125,7 @@ impl Decoder {
         }
         // A policy may have rewound more than was committed.
         self.activity.add_tokens(length(running).saturating_sub(before));
-        if decodes && start.elapsed() > self.stall {
+        if decodes && start.elapsed() > self.schedule.stall() {
             self.activity.update(|activity| activity.stalls += 1);
         }
     }
@@ -153,13 +133,15 @@ impl Decoder {
     /// Publishes the sequences and their bytes to other threads.
     fn report_sequences(&self) {
         let arrays = memory::active().unwrap_or_default();
-        let own: u64 = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
-        let running = own + self.prefixes.shared_bytes();
-        let prefix_cache = self.prefixes.bytes();
-        let awaiting_policy = self.sequences.iter().filter(|s| s.hooks.is_away()).count();
-        let awaiting_prefix = self.awaiting_prefix.len();
+        let (sequences, memory) = (self.schedule.running(), self.saved.memory());
+        let own: u64 = sequences.iter().map(|s| memory.of_cache(&s.cache)).sum();
+        let running = own + self.saved.prefixes().shared_bytes();
+        let prefix_cache = self.saved.prefixes().bytes();
+        let awaiting_policy = sequences.iter().filter(|s| s.hooks.is_away()).count();
+        let (preempted, awaiting_prefix) =
+            (self.schedule.preempted().len(), self.schedule.awaiting_count());
         self.activity.update(|activity| {
-            (activity.running, activity.preempted) = (self.sequences.len(), self.preempted.len());
+            (activity.running, activity.preempted) = (sequences.len(), preempted);
             (activity.awaiting_policy, activity.awaiting_prefix) =
                 (awaiting_policy, awaiting_prefix);
             activity.bytes = MemoryUse { arrays, running, prefix_cache, ..activity.bytes };
@@ -167,7 +149,7 @@ impl Decoder {
     }
 
     /// Finishes a request that has ended; returns one that has not, or whose policy is called on a thread.
-    pub(crate) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
+    pub(super) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
         if let Some(error) = sequence.take_failure() {
             self.fail(&mut sequence, error);
             return None;
@@ -175,7 +157,7 @@ impl Decoder {
         if !sequence.has_ended() || sequence.hooks.is_away() {
             return Some(sequence);
         }
-        match catch_panic(ENDING, || sequence.complete(&self.text)) {
+        match catch_panic(ENDING, || sequence.complete(self.network.text())) {
             Ok(false) => return Some(sequence),
             Ok(true) if self.end(&mut sequence, Sequence::finish) => self.save_reply(&mut sequence),
             Ok(true) => {}
@@ -186,13 +168,8 @@ impl Decoder {
 
     /// Ends requests whose client has disconnected or whose deadline has passed.
     fn end_unwanted(&mut self) {
-        self.end_unwanted_awaiting();
-        let is_wanted = |sequence: &Sequence| !sequence.is_cancelled() && !sequence.is_late();
-        let (running, unwanted): (Vec<_>, Vec<_>) = self.sequences.drain(..).partition(is_wanted);
-        let (preempted, also): (VecDeque<_>, VecDeque<_>) =
-            self.preempted.drain(..).partition(is_wanted);
-        (self.sequences, self.preempted) = (running, preempted);
-        for mut sequence in unwanted.into_iter().chain(also) {
+        self.schedule.end_unwanted_awaiting();
+        for mut sequence in self.schedule.take_unwanted() {
             if sequence.is_cancelled() {
                 self.end(&mut sequence, Sequence::cancel);
             } else {
@@ -203,7 +180,7 @@ impl Decoder {
     }
 
     /// Ends a request with an error; its sequence is dropped afterwards.
-    pub(crate) fn fail(&mut self, sequence: &mut Sequence, error: Error) {
+    pub(super) fn fail(&mut self, sequence: &mut Sequence, error: Error) {
         if let Error::Panic { .. } = error {
             self.recover_from(&error);
             sequence.abandon(error);
@@ -229,13 +206,10 @@ impl Decoder {
     /// Saves the state at the end of a reply, and what was learned from it.
     fn save_reply(&mut self, sequence: &mut Sequence) {
         let saved = catch_panic(ENDING, || {
-            self.keep_learned_stats(sequence);
+            self.speculation.keep_learned_stats(sequence);
             if let Some(retention) = sequence.reply_retention {
-                self.save(sequence, retention);
-                // The next turn after a raw prompt is unknown: no template rendered it.
-                if self.prefetch_turns && sequence.request.prompt.is_none() {
-                    self.queue.expect(Expected::after(sequence, retention));
-                }
+                self.saved.save(sequence, retention);
+                self.prefetch.expect_turn(self.schedule.queue(), sequence, retention);
             }
             Ok(())
         });
@@ -247,10 +221,8 @@ impl Decoder {
     }
 
     /// Empties the prefix cache after a panic, which may have left it halfway through a change.
-    pub(crate) fn recover_from(&mut self, error: &Error) {
-        if let Error::Panic { .. } = error {
-            self.prefixes.clear_memory();
-        }
+    pub(super) fn recover_from(&mut self, error: &Error) {
+        self.saved.recover_from(error);
     }
 }
 

@@ -1,80 +1,111 @@
 //! Settles a sequence after a commit: its cache follows its tokens, and its next token is sampled.
 
-use super::Decoder;
+use super::network::Network;
 use crate::error::Result;
+use crate::prefix::Prefixes;
 use crate::sample::samples::Logits;
 use crate::sequence::Sequence;
-use crate::sequence::next_token::NextLogits;
+use crate::sequence::next_token::{NextLogits, Sampled};
 use crate::sequence::rewind::ReplyCheckpoint;
 
-impl Decoder {
-    /// Commits a sampled token and settles the consequences.
-    pub(crate) fn commit_and_settle(&mut self, sequence: &mut Sequence, token: u32) -> Result<()> {
-        sequence.commit_sampled(token, &self.text);
-        self.settle(sequence)
-    }
+/// Commits a sampled token. A near-tie in a pass with other sequences is computed again in a pass
+/// of its own instead, and false is returned: the token does not depend on who else is there.
+pub fn commit_unless_near_tie(
+    network: &Network,
+    prefixes: &mut Prefixes,
+    sequence: &mut Sequence,
+    sampled: Sampled,
+) -> Result<bool> {
+    let token = match sampled {
+        Sampled::Read(token) => token,
+        Sampled::Computing(computing) => {
+            let token = computing.sample.token()?;
+            if let Some(before) = computing.near_tie(network.near_tie_margin())? {
+                sequence.run_again(&before)?;
+                return Ok(false);
+            }
+            token
+        }
+    };
+    commit_and_settle(network, prefixes, sequence, token)?;
+    Ok(true)
+}
 
-    /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
-    /// if it was dropped. While its policy is called on a thread, its tokens are not final: later.
-    pub(crate) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
+/// Commits a sampled token and settles the consequences.
+fn commit_and_settle(
+    network: &Network,
+    prefixes: &mut Prefixes,
+    sequence: &mut Sequence,
+    token: u32,
+) -> Result<()> {
+    sequence.commit_sampled(token, network.text());
+    settle(network, prefixes, sequence)
+}
+
+/// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
+/// if it was dropped. While its policy is called on a thread, its tokens are not final: later.
+pub fn settle(network: &Network, prefixes: &mut Prefixes, sequence: &mut Sequence) -> Result<()> {
+    if sequence.hooks.is_away() {
+        return Ok(());
+    }
+    if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some()) {
+        sequence.follow_grammar(network.text())?;
         if sequence.hooks.is_away() {
             return Ok(());
         }
-        if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some())
-        {
-            sequence.follow_grammar(&self.text)?;
-            if sequence.hooks.is_away() {
-                return Ok(());
-            }
+    }
+    if let Some(to) = sequence.stale_from.take() {
+        sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
+        if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {
+            sequence.next_logits = None;
         }
-        if let Some(to) = sequence.stale_from.take() {
-            sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
-            if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {
-                sequence.next_logits = None;
-            }
-            if !cache_is_usable(sequence, to) {
-                self.rewind_cache(sequence, to)?;
-                sequence.count_rerun();
-            }
-        }
-        if sequence.sampled.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
-            return Ok(());
-        }
-        if !cache_is_usable(sequence, sequence.tokens.len()) {
-            self.rewind_cache(sequence, sequence.tokens.len())?;
+        if !cache_is_usable(sequence, to) {
+            rewind_cache(network, prefixes, sequence, to)?;
             sequence.count_rerun();
-            return Ok(());
         }
-        sequence.sample_again()
     }
+    if sequence.sampled.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
+        return Ok(());
+    }
+    if !cache_is_usable(sequence, sequence.tokens.len()) {
+        rewind_cache(network, prefixes, sequence, sequence.tokens.len())?;
+        sequence.count_rerun();
+        return Ok(());
+    }
+    sequence.sample_again()
+}
 
-    /// Rewinds the cache of `sequence` to at most `to` tokens, so that the next token can be sampled
-    /// from there.
-    fn rewind_cache(&mut self, sequence: &mut Sequence, to: usize) -> Result<()> {
-        let length = sequence.tokens.len();
-        if sequence.cache.is_truncatable() {
-            // The last token runs again for its logits.
-            sequence.cache.truncate(to.min(length - 1));
-            return Ok(());
-        }
-        let is_usable = |checkpoint: &&ReplyCheckpoint| {
-            let position = checkpoint.position();
-            position <= to
-                && position <= sequence.cache.position
-                && (position < length || checkpoint.logits.is_some())
-        };
-        if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
-            sequence.cache.rewind_to(&checkpoint.cache)?;
-            let position = checkpoint.position();
-            sequence.next_logits = checkpoint.logits.clone().map(|logits| {
-                let logits = Logits::new(logits, self.vocabulary);
-                NextLogits { position, logits, row: 0, before: None }
-            });
-            return Ok(());
-        }
-        (sequence.cache, _) = self.prefixes.resume(&sequence.tokens)?;
-        Ok(())
+/// Rewinds the cache of `sequence` to at most `to` tokens, so that the next token can be sampled
+/// from there.
+fn rewind_cache(
+    network: &Network,
+    prefixes: &mut Prefixes,
+    sequence: &mut Sequence,
+    to: usize,
+) -> Result<()> {
+    let length = sequence.tokens.len();
+    if sequence.cache.is_truncatable() {
+        // The last token runs again for its logits.
+        sequence.cache.truncate(to.min(length - 1));
+        return Ok(());
     }
+    let is_usable = |checkpoint: &&ReplyCheckpoint| {
+        let position = checkpoint.position();
+        position <= to
+            && position <= sequence.cache.position
+            && (position < length || checkpoint.logits.is_some())
+    };
+    if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
+        sequence.cache.rewind_to(&checkpoint.cache)?;
+        let position = checkpoint.position();
+        sequence.next_logits = checkpoint.logits.clone().map(|logits| {
+            let logits = Logits::new(logits, network.vocabulary());
+            NextLogits { position, logits, row: 0, before: None }
+        });
+        return Ok(());
+    }
+    (sequence.cache, _) = prefixes.resume(&sequence.tokens)?;
+    Ok(())
 }
 
 /// Whether the cache holds at most `to` tokens and the next token can be sampled from it.

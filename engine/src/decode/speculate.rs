@@ -10,25 +10,27 @@
 //!
 //! # Guarantee
 //! Verified tokens equal those of plain decoding up to rounding: a pass over several rows may sum in
-//! another order than a pass over one. With `exact`, a near-tie ([`near_tie_margin`]) is not accepted
+//! another order than a pass over one. With `exact`, a near-tie ([`Network::near_tie_margin`]) is not accepted
 //! from such a pass; its row runs again alone. The rounding error of the rows already in the cache
 //! remains. In f32 it is far smaller than the margin; in 16-bit types it is of the same size, and
 //! near-ties may flip. In any type rounding may also decide whether a token at the very edge of
 //! top-p, top-k or min-p is kept.
 
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::Instant;
 
-use mlx_rs::Dtype;
-
-use super::Decoder;
-use crate::config::DraftKind;
+use super::network::Network;
+use super::settle::{commit_unless_near_tie, settle};
+use crate::config::{DraftKind, SpeculationConfig};
 use crate::draft::{
     self, Choice, Costs, DraftTokens, Drafted, Drafter, EarlyExitDrafter, Governor, Member, Mode,
-    ModelDrafter, MtpDrafter, Networks, NgramDrafter, Offer, Permit, TrialTime, discount_rates,
-    governor,
+    ModelDrafter, MovingRate, MtpDrafter, Networks, NgramDrafter, Offer, Permit, TrialTime,
+    discount_rates, governor,
 };
 use crate::error::{Result, catch_panic};
-use crate::kernels::cpu;
+use crate::model::Model;
+use crate::prefix::Prefixes;
 use crate::sequence::Sequence;
 use crate::sequence::next_token::{Draft, Sampled, VerifyPass};
 
@@ -76,34 +78,76 @@ fn gained_tokens(running: &[Sequence]) -> i32 {
     running.iter().map(Sequence::gained).sum()
 }
 
-/// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
-/// swap the two best tokens. In f32 it is about forty times the largest difference seen on the
-/// demonstration model (2.5e-6).
-pub fn near_tie_margin(dtype: Dtype, kv_bits: u32) -> f32 {
-    let activations: f32 = match dtype {
-        Dtype::Float32 => 1e-4,
-        Dtype::Float16 => 4e-3,
-        _ => 2e-2,
-    };
-    // A rounding error in the last digit can move a quantized key or value by a whole step.
-    let kv: f32 = match kv_bits {
-        0 => 0.0,
-        8 => 4e-3,
-        _ => 4e-2,
-    };
-    activations.max(kv)
+/// The configuration of drafts, and what was learned of them in earlier requests.
+pub struct Speculation {
+    config: SpeculationConfig,
+    /// The smaller model that drafts, if configured.
+    draft_model: Option<Rc<dyn Model>>,
+    /// Layers of early-exit drafts, if calibration found that they pay.
+    exit_layers: Option<usize>,
+    /// Acceptance rates learned in earlier requests, by kind of drafter.
+    learned_rates: [Vec<MovingRate>; DraftKind::ALL.len()],
+    /// Governor of the previous request.
+    learned_governor: Option<Governor>,
+    /// What drafts may lose.
+    trial_time: TrialTime,
+    /// Path of the calibration file, which early exits are chosen by.
+    calibration_path: PathBuf,
 }
 
-impl Decoder {
+impl Speculation {
+    /// Nothing has been learned yet.
+    pub fn new(
+        config: SpeculationConfig,
+        draft_model: Option<Rc<dyn Model>>,
+        exit_layers: Option<usize>,
+        calibration_path: PathBuf,
+    ) -> Self {
+        Self {
+            config,
+            draft_model,
+            exit_layers,
+            learned_rates: Default::default(),
+            learned_governor: None,
+            trial_time: TrialTime::default(),
+            calibration_path,
+        }
+    }
+
+    /// Returns true if near-ties run again alone, so that no token depends on the rounding of a pass over several rows.
+    pub fn is_exact(&self) -> bool {
+        self.config.exact
+    }
+
+    /// Returns true if tokens that a form leaves no choice about are committed without being sampled.
+    pub fn forces_tokens(&self) -> bool {
+        self.config.forced
+    }
+
+    /// Path of the calibration file.
+    pub fn calibration_path(&self) -> &Path {
+        &self.calibration_path
+    }
+
+    /// What drafts may lose.
+    pub fn trial_time(&self) -> TrialTime {
+        self.trial_time
+    }
+
+    /// Replaces what drafts may lose.
+    pub fn set_trial_time(&mut self, trial_time: TrialTime) {
+        self.trial_time = trial_time;
+    }
+
     /// The drafters that the configuration names and the weights allow, for a request with the prompt
     /// `tokens`.
-    pub(crate) fn new_drafters(&self, tokens: &[u32]) -> Result<Vec<Box<dyn Drafter>>> {
+    pub fn new_drafters(&self, network: &Network, tokens: &[u32]) -> Result<Vec<Box<dyn Drafter>>> {
         let mut drafters: Vec<Box<dyn Drafter>> = Vec::new();
-        for kind in &self.speculation.drafts {
+        for kind in &self.config.drafts {
             match kind {
                 DraftKind::Ngram => drafters.push(Box::new(NgramDrafter::new(tokens))),
                 DraftKind::Mtp => {
-                    if let Some(mtp) = self.model.mtp() {
+                    if let Some(mtp) = network.model().mtp() {
                         drafters.push(Box::new(MtpDrafter::new(mtp)?));
                     }
                 }
@@ -129,41 +173,48 @@ impl Decoder {
     }
 
     /// The governor of a new request: a copy of the previous request's.
-    pub(crate) fn new_governor(&self) -> Option<Governor> {
-        let new = || Governor::new(Mode::Auto, self.speculation.depth);
-        self.costs
-            .map(|_| self.learned_governor.as_ref().map_or_else(new, Governor::for_next_request))
+    pub fn new_governor(&self) -> Governor {
+        let new = || Governor::new(Mode::Auto, self.config.depth);
+        self.learned_governor.as_ref().map_or_else(new, Governor::for_next_request)
     }
 
     /// The networks that draft.
-    pub(crate) fn networks(&self) -> Networks<'_> {
+    pub fn networks<'a>(&'a self, network: &'a Network) -> Networks<'a> {
         Networks {
-            model: &*self.model,
-            part: self.pass(),
+            model: network.model(),
+            part: network.pass(),
             draft_model: self.draft_model.as_deref(),
             exit_layers: self.exit_layers,
-            vocabulary: self.vocabulary,
+            vocabulary: network.vocabulary(),
         }
     }
 
     /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
-    /// committed first, and always where passes run at once. Returns `None` for a step without drafts.
-    pub(crate) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
+    /// committed first, and always where passes run at once. `prefills`: whether rows of prompt run in this step. Returns
+    /// `None` for a step without drafts.
+    pub fn propose(
+        &mut self,
+        network: &mut Network,
+        prefixes: &mut Prefixes,
+        costs: Option<&Costs>,
+        running: &mut [Sequence],
+        prefills: bool,
+    ) -> Option<DraftedStep> {
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         if streams == 0 {
             return None;
         }
-        let costs = self.costs.unwrap_or_else(Costs::unknown);
+        let costs = costs.copied().unwrap_or_else(Costs::unknown);
         let gained = gained_tokens(running);
         let mut permit = self.trial_time.permit(costs.plain(streams));
-        if permit == Permit::Trials && self.plan_prefill(running).iter().any(|&rows| rows > 0) {
+        if permit == Permit::Trials && prefills {
             // What a trial costs beside rows of a prompt is not known.
             permit = Permit::Paying;
         }
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.
         let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
-        let wait = self.runs_at_once || !unread || {
+        let wait = network.runs_at_once() || !unread || {
             let costs = costs.behind_queued_pass();
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
             let choices = governor::choose(&costs, streams, &offers, permit);
@@ -174,7 +225,7 @@ impl Decoder {
             running.iter().filter_map(|s| s.sampled.as_ref()).for_each(|next| drop(next.wait()));
         }
         let start = Instant::now();
-        let committed = self.commit_sampled(running, wait);
+        let committed = commit_sampled(network, prefixes, running, wait);
         if !wait {
             return None;
         }
@@ -188,37 +239,18 @@ impl Decoder {
         let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));
         let (rows, drafted) = (streams, Drafted::default());
         let mut step = DraftedStep { streams, rows, drafted, gained, is_typical: true, start };
-        self.draft(&mut step, drafting.collect());
+        self.draft(network, &mut step, drafting.collect());
         (step.rows > streams).then_some(step)
     }
 
-    /// Commits the sampled tokens of `running`: all, or those that have been read. One entry for each
-    /// sequence: itself, if its token was among them.
-    fn commit_sampled<'a>(
-        &mut self,
-        running: &'a mut [Sequence],
-        all: bool,
-    ) -> Vec<Option<&'a mut Sequence>> {
-        let mut committed = Vec::with_capacity(running.len());
-        for sequence in running {
-            let is_due = !sequence.hooks.is_away() && sequence.is_caught_up();
-            let sampled = sequence.sampled.take_if(|next| is_due && (all || next.is_read()));
-            let Some(sampled) = sampled else {
-                committed.push(None);
-                continue;
-            };
-            let result = catch_panic(sequence.stage(), || {
-                self.commit_unless_near_tie(sequence, sampled).map(drop)
-            });
-            sequence.check(result);
-            committed.push(Some(sequence));
-        }
-        committed
-    }
-
     /// Drafts for the sequences of `drafting`, and counts that in `step`.
-    fn draft(&mut self, step: &mut DraftedStep, mut drafting: Vec<(&mut Sequence, Choice)>) {
-        let drafts = catch_panic("being drafted for", || self.drafts_of(&mut drafting));
+    fn draft(
+        &self,
+        network: &mut Network,
+        step: &mut DraftedStep,
+        mut drafting: Vec<(&mut Sequence, Choice)>,
+    ) {
+        let drafts = catch_panic("being drafted for", || self.drafts(network, &mut drafting));
         for (i, (sequence, choice)) in drafting.into_iter().enumerate() {
             let tokens = match &drafts {
                 Ok(drafts) => drafts[i].clone(),
@@ -240,8 +272,9 @@ impl Decoder {
     }
 
     /// The drafts of these sequences.
-    fn drafts_of(
-        &mut self,
+    fn drafts(
+        &self,
+        network: &mut Network,
         drafting: &mut [(&mut Sequence, Choice)],
     ) -> Result<Vec<Option<DraftTokens>>> {
         let mut members = Vec::new();
@@ -253,19 +286,25 @@ impl Decoder {
             }
             members.push(Member { drafter, cache, tokens, sampler, depth: choice.depth });
         }
-        self.set_threads(members.len());
-        draft::propose(&self.networks(), &mut members)
+        network.set_threads(members.len());
+        draft::propose(&self.networks(network), &mut members)
     }
 
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
-    pub(crate) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
+    pub fn accept_draft(
+        &self,
+        network: &Network,
+        prefixes: &mut Prefixes,
+        sequence: &mut Sequence,
+        draft: Draft,
+    ) -> Result<()> {
         let Draft { drafter, tokens, position, pass } = draft;
         let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
         let (sampled, margins) = first.with_next(tokens.count())?;
         let tokens = tokens.read()?;
         let equal = equal_tokens(tokens, sampled);
-        let is_near_tie = |margin: &f32| *margin < self.near_tie_margin;
-        let near_tie = margins.iter().position(is_near_tie).filter(|_| self.speculation.exact);
+        let is_near_tie = |margin: &f32| *margin < network.near_tie_margin();
+        let near_tie = margins.iter().position(is_near_tie).filter(|_| self.config.exact);
         let confident = near_tie.map_or(equal, |row| equal.min(row));
 
         let mut accepted = 0;
@@ -274,7 +313,7 @@ impl Decoder {
         let changes = sequence.sampler.changes();
         for &token in &tokens[..confident] {
             let length = sequence.tokens.len();
-            sequence.commit_sampled(token, &self.text);
+            sequence.commit_sampled(token, network.text());
             accepted += 1;
             diverted = sequence.has_ended()
                 || sequence.stale_from.is_some()
@@ -291,7 +330,7 @@ impl Decoder {
         // The row of the last accepted token stays, unless it runs again.
         let rows = accepted + usize::from(!run_again);
         {
-            let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&hidden.pass)).transpose()?;
+            let _at_once = network.run_at_once(&hidden.pass)?;
             sequence.cache.rewind_draft(position + rows)?;
         }
         if !diverted && !run_again {
@@ -309,11 +348,41 @@ impl Decoder {
         if let Some(governor) = governor {
             governor.learn(drafter.kind(), rows, run_again);
         }
-        self.settle(sequence)
+        settle(network, prefixes, sequence)
+    }
+
+    /// Learns from a step that took `seconds`, in which `streams` sequences decoded and no row of prompt ran.
+    pub fn learn_step(
+        &mut self,
+        costs: &mut Costs,
+        drafted: Option<&DraftedStep>,
+        running: &[Sequence],
+        streams: usize,
+        seconds: f32,
+    ) {
+        // The tokens just read are from a plain step after another one. A step that rewound is not typical.
+        let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
+        let plain = costs.plain(streams);
+        let has_just_drafted = |s: &Sequence| {
+            s.decodes() && s.governor.as_ref().is_some_and(Governor::has_just_drafted)
+        };
+        match drafted {
+            Some(step) => step.learn(costs, &mut self.trial_time, running, seconds),
+            None if streams == 0 => {}
+            None if running.iter().any(has_just_drafted) => {
+                self.trial_time.spend(seconds, plain, streams, 0);
+            }
+            None => {
+                self.trial_time.earn(seconds, plain);
+                if running.iter().all(is_plain) {
+                    costs.learn_plain(streams, seconds);
+                }
+            }
+        }
     }
 
     /// Keeps the acceptance rates and the governor of `sequence` for the next request.
-    pub(crate) fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
+    pub fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
         for drafter in &mut sequence.drafters {
             self.learned_rates[drafter.kind() as usize] = drafter.learned_rates().to_vec();
         }
@@ -321,6 +390,44 @@ impl Decoder {
             self.learned_governor = Some(governor.clone());
         }
     }
+}
+
+#[cfg(test)]
+impl Speculation {
+    /// Replaces the layers of early-exit drafts.
+    pub fn set_exit_layers(&mut self, layers: Option<usize>) {
+        self.exit_layers = layers;
+    }
+
+    /// Sets whether tokens that a form leaves no choice about are committed without being sampled.
+    pub fn set_forces_tokens(&mut self, forces: bool) {
+        self.config.forced = forces;
+    }
+}
+
+/// Commits the sampled tokens of `running`: all, or those that have been read. One entry for each
+/// sequence: itself, if its token was among them.
+fn commit_sampled<'a>(
+    network: &Network,
+    prefixes: &mut Prefixes,
+    running: &'a mut [Sequence],
+    all: bool,
+) -> Vec<Option<&'a mut Sequence>> {
+    let mut committed = Vec::with_capacity(running.len());
+    for sequence in running {
+        let is_due = !sequence.hooks.is_away() && sequence.is_caught_up();
+        let sampled = sequence.sampled.take_if(|next| is_due && (all || next.is_read()));
+        let Some(sampled) = sampled else {
+            committed.push(None);
+            continue;
+        };
+        let result = catch_panic(sequence.stage(), || {
+            commit_unless_near_tie(network, prefixes, sequence, sampled).map(drop)
+        });
+        sequence.check(result);
+        committed.push(Some(sequence));
+    }
+    committed
 }
 
 /// Number of leading drafted tokens that equal the sampled ones.

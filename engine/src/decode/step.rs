@@ -2,7 +2,7 @@
 //!
 //! What is sampled in a step is committed in the next one, whose pass is queued before the token is
 //! read, so that neither host nor device waits for the other. Where passes run on this thread
-//! ([`cpu::run_at_once`]) there is nothing to overlap: the token is committed before the next pass.
+//! ([`crate::lazy::run_at_once`]) there is nothing to overlap: the token is committed before the next pass.
 //!
 //! # Same tokens as alone
 //! The number of rows in a pass decides how matrix products are summed, and thus the last bits of the
@@ -12,23 +12,26 @@
 use std::rc::Rc;
 use std::time::Instant;
 
+use mlx_rs::Array;
 use mlx_rs::transforms::eval;
-use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
+use super::embed::pool;
+use super::network::Network;
+use super::prompt_logprobs::report_prompt;
+use super::settle::{commit_unless_near_tie, settle};
 use super::speculate::DraftedStep;
 use crate::activity::StepTimes;
 use crate::cache::{Checkpoint, Span};
 use crate::draft::Governor;
 use crate::draft::HiddenRows;
 use crate::error::{Error, Result, catch_panic};
-use crate::kernels::cpu::{self, queue};
+use crate::lazy::{reshape, submit};
 use crate::nn::pick_rows;
 use crate::request::{FinishReason, Sampling};
 use crate::sample::rows::Row;
 use crate::sample::samples::{Input, Logits, SampleOf, Samples};
 use crate::schedule::memory::{Before, Section};
-use crate::schedule::plan::{self, Budget, Pending};
 use crate::sequence::next_token::{Computing, NextLogits, Sampled, StepInput, VerifyPass};
 use crate::sequence::{STEP_ROWS, Sequence};
 
@@ -86,7 +89,15 @@ impl Decoder {
             running[0].runs_alone = false;
         }
         let start = Instant::now();
-        let drafted = self.propose_drafts(running);
+        let planned = self.schedule.plan_prefill(running, self.costs.passes());
+        let prefills = planned.iter().any(|&rows| rows > 0);
+        let drafted = self.speculation.propose(
+            &mut self.network,
+            self.saved.prefixes_mut(),
+            self.costs.drafts(),
+            running,
+            prefills,
+        );
         let proposed = start.elapsed();
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
@@ -102,7 +113,7 @@ impl Decoder {
             sequence.check(committed);
         }
         running.iter().for_each(Sequence::report_progress);
-        if self.runs_at_once {
+        if self.network.runs_at_once() {
             // Where an input is not computed, the rest of the next pass would be queued.
             let rewound = running.iter().filter(|sequence| sequence.decodes());
             let states: Vec<&Array> = rewound.flat_map(|s| s.cache.uncomputed()).collect();
@@ -110,27 +121,9 @@ impl Decoder {
                 eval(states)?;
             }
         }
-        if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
-            // The tokens just read are from a plain step after another one. A step that rewound is not typical.
-            let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
+        if let (Some(costs), Some(0)) = (self.costs.drafts_mut(), prompt_rows) {
             let seconds = start.elapsed().as_secs_f32();
-            let plain = costs.plain(streams);
-            let has_just_drafted = |s: &Sequence| {
-                s.decodes() && s.governor.as_ref().is_some_and(Governor::has_just_drafted)
-            };
-            match &drafted {
-                Some(step) => step.learn(costs, &mut self.trial_time, running, seconds),
-                None if streams == 0 => {}
-                None if running.iter().any(has_just_drafted) => {
-                    self.trial_time.spend(seconds, plain, streams, 0);
-                }
-                None => {
-                    self.trial_time.earn(seconds, plain);
-                    if running.iter().all(is_plain) {
-                        costs.learn_plain(streams, seconds);
-                    }
-                }
-            }
+            self.speculation.learn_step(costs, drafted.as_ref(), running, streams, seconds);
         }
         let elapsed = start.elapsed();
         let commit = elapsed - proposed - ran - waited;
@@ -140,11 +133,11 @@ impl Decoder {
         self.activity.add_step(times);
         if let Some(rows) = prompt_rows {
             let seconds = elapsed.as_secs_f32();
-            self.debt.count(&self.pass_costs, rows, seconds, streams > 0);
-            self.pass_costs.learn(rows, seconds);
+            self.schedule.count_pass(self.costs.passes(), rows, seconds, streams > 0);
+            self.costs.learn_pass(rows, seconds);
         }
-        if elapsed > self.stall {
-            let (prompt_rows, costs) = (prompt_rows.unwrap_or(0), self.pass_costs);
+        if elapsed > self.schedule.stall() {
+            let (prompt_rows, costs) = (prompt_rows.unwrap_or(0), self.costs.passes());
             tracing::debug!(
                 sequences = running.len(),
                 prompt_rows,
@@ -159,9 +152,9 @@ impl Decoder {
 
     /// Commits the tokens of one sequence that are known after a pass.
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
-        self.save_at_save_point(sequence);
+        self.saved.save_at_save_point(sequence);
         if sequence.begin_decode() {
-            self.share_prefix(sequence);
+            self.saved.share_prefix(sequence);
         }
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.
@@ -170,12 +163,13 @@ impl Decoder {
             return Ok(());
         }
         if let Some(draft) = sequence.draft.take() {
-            self.accept_draft(sequence, draft)?;
+            let (network, prefixes) = (&self.network, self.saved.prefixes_mut());
+            self.speculation.accept_draft(network, prefixes, sequence, draft)?;
         } else if let Some(sampled) = sampled {
-            self.commit_unless_near_tie(sequence, sampled)?;
+            commit_unless_near_tie(&self.network, self.saved.prefixes_mut(), sequence, sampled)?;
         }
         if sequence.samples_late() {
-            self.settle(sequence)?;
+            settle(&self.network, self.saved.prefixes_mut(), sequence)?;
         }
         sequence.take_checkpoint()
     }
@@ -183,31 +177,9 @@ impl Decoder {
     /// Goes on with a sequence whose policy has answered on a thread.
     fn take_answer(&mut self, sequence: &mut Sequence) -> Result<()> {
         sequence.plain_steps = 0;
-        sequence.steer(&self.text)?;
-        self.settle(sequence)?;
+        sequence.steer(self.network.text())?;
+        settle(&self.network, self.saved.prefixes_mut(), sequence)?;
         sequence.take_checkpoint()
-    }
-
-    /// Commits a sampled token. A near-tie in a pass with other sequences is computed again in a pass
-    /// of its own instead, and false is returned: the token does not depend on who else is there.
-    pub(crate) fn commit_unless_near_tie(
-        &mut self,
-        sequence: &mut Sequence,
-        sampled: Sampled,
-    ) -> Result<bool> {
-        let token = match sampled {
-            Sampled::Read(token) => token,
-            Sampled::Computing(computing) => {
-                let token = computing.sample.token()?;
-                if let Some(before) = computing.near_tie(self.near_tie_margin)? {
-                    sequence.run_again(&before)?;
-                    return Ok(false);
-                }
-                token
-            }
-        };
-        self.commit_and_settle(sequence, token)?;
-        Ok(true)
     }
 
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up, and
@@ -218,12 +190,13 @@ impl Decoder {
         let mut spans = Vec::new();
         // Rounding depends on the number of rows in a pass. In 16 bits near-ties are frequent, and the
         // rounding of the cache decides them as well.
-        let precise = self.dtype == Dtype::Float32 && self.kv_bits == 0;
+        let precise = self.network.is_precise();
         let several = running.len() > 1;
-        let checks = self.speculation.exact && precise && several;
-        let planned = self.plan_prefill(running);
+        let checks = self.speculation.is_exact() && precise && several;
+        let planned = self.schedule.plan_prefill(running, self.costs.passes());
         let prompt_rows = planned.iter().sum();
-        let expected = (prompt_rows > 0).then(|| self.expect_step(running, &planned));
+        let expected = (prompt_rows > 0)
+            .then(|| self.saved.expect_step(running, &planned, self.costs.bytes()));
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
@@ -236,8 +209,9 @@ impl Decoder {
             let start = end;
             match sequence.next_input(planned.max(STEP_ROWS))? {
                 StepInput::Tokens(tokens) => {
-                    let is_plain =
-                        self.runs_at_once && tokens.len() == 1 && !sequence.samples_late();
+                    let is_plain = self.network.runs_at_once()
+                        && tokens.len() == 1
+                        && !sequence.samples_late();
                     sequence.plain_steps = if is_plain { sequence.plain_steps + 1 } else { 0 };
                     Input::push_known(&mut inputs, &tokens);
                 }
@@ -272,124 +246,107 @@ impl Decoder {
             expected.map(|expected| Ok::<_, Error>((Before::now()?, expected))).transpose()?;
         let joined = Input::join(inputs)?;
         let rows = joined.dim(0) as usize;
-        self.set_threads(rows);
+        self.network.set_threads(rows);
         self.activity.add_pass(rows);
-        let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
-        self.runs_at_once |= cpu::is_available(&hidden);
-        let prefilled = self.sample_after(running, ran, &hidden)?;
+        let hidden = self.network.forward(&joined, &mut spans)?;
+        self.network.note_pass(&hidden);
+        let exact = self.speculation.is_exact();
+        let prefilled = sample_after(&self.network, exact, running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
             if let Some((before, expected)) = before
                 && section.is_alone()
             {
-                self.memory.learn(&before, expected)?;
+                self.costs.learn_bytes(&before, expected)?;
             }
         }
         Ok(Some(prompt_rows))
     }
+}
 
-    /// Samples the next token of each sequence that has caught up, and a token after each row of a draft,
-    /// from the hidden states [1, R, D] of a pass, in one graph. Returns the caches of the other
-    /// sequences.
-    fn sample_after(
-        &self,
-        running: &mut [Sequence],
-        ran: Vec<Ran>,
-        hidden: &Array,
-    ) -> Result<Vec<Array>> {
-        let shared = ran.len() > 1;
-        let (mut prefilled, mut sampling) = (Vec::new(), Vec::new());
-        // The rows of the pass after which tokens are sampled, and how.
-        let (mut places, mut rows): (Vec<i32>, Vec<Row>) = (Vec::new(), Vec::new());
-        let mut with_margins = false;
-        for mut ran in ran {
-            let sequence = &mut running[ran.index];
-            let position = sequence.cache.position;
-            if sequence.request.prompt_logprobs.is_some() {
-                self.report_prompt(sequence, &ran.own(hidden).array()?)?;
-            }
-            if let Some(wish) = sequence.request.embedding {
-                let pooled = self.pool(sequence, wish, &ran.own(hidden).array()?);
-                sequence.check(pooled);
-            }
-            if let Some(draft) = &sequence.draft {
-                places.extend(ran.start..ran.end);
-                rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));
-                with_margins |= self.speculation.exact;
-            } else if sequence.is_caught_up() {
-                if !sequence.drafters.is_empty() {
-                    sequence.observe(&ran.own(hidden), position - ran.rows());
-                }
-                sequence.governor.iter_mut().for_each(Governor::count_step);
-                places.push(ran.end - 1);
-                // A row that is sampled later costs one search for the largest logit here.
-                rows.push(match sequence.samples_late() {
-                    true => Row::new(Sampling::default(), 0),
-                    false => sequence.sampler.row(ran.step, position),
-                });
-                ran.before = ran.before.filter(|_| shared);
-                with_margins |= ran.before.is_some();
-            } else {
-                // Evaluated by the caller: the graphs of all chunks would pile up, and the client could
-                // not cancel.
-                prefilled.extend(sequence.cache.arrays()?);
-                continue;
-            }
-            sampling.push(ran);
+/// Samples the next token of each sequence that has caught up, and a token after each row of a draft,
+/// from the hidden states [1, R, D] of a pass, in one graph. Returns the caches of the other
+/// sequences.
+fn sample_after(
+    network: &Network,
+    exact: bool,
+    running: &mut [Sequence],
+    ran: Vec<Ran>,
+    hidden: &Array,
+) -> Result<Vec<Array>> {
+    let shared = ran.len() > 1;
+    let (mut prefilled, mut sampling) = (Vec::new(), Vec::new());
+    // The rows of the pass after which tokens are sampled, and how.
+    let (mut places, mut rows): (Vec<i32>, Vec<Row>) = (Vec::new(), Vec::new());
+    let mut with_margins = false;
+    for mut ran in ran {
+        let sequence = &mut running[ran.index];
+        let position = sequence.cache.position;
+        if sequence.request.prompt_logprobs.is_some() {
+            report_prompt(network, sequence, &ran.own(hidden).array()?)?;
         }
-        if places.is_empty() {
-            return Ok(prefilled);
+        if let Some(wish) = sequence.request.embedding {
+            let pooled = pool(network.pooling(), sequence, wish, &ran.own(hidden).array()?);
+            sequence.check(pooled);
         }
-        // One product with the head, the largest matrix of most models.
-        let _at_once = self.runs_at_once.then(|| cpu::run_at_once(hidden)).transpose()?;
-        let all = places.len() == hidden.dim(1) as usize;
-        let chosen = if all { hidden.clone() } else { pick_rows(hidden, &places)? };
-        let logits = self.model.logits(&chosen)?;
-        let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
-        let logits = Logits::new(logits, self.vocabulary);
-        let samples = Samples::after(&logits, 0, &rows, with_margins)?;
-        if !samples.is_read() {
-            // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
-            // one round trip a token.
-            queue(samples.arrays())?;
-        }
-        let samples = Rc::new(samples);
-        let mut row = 0;
-        for ran in sampling {
-            let sequence = &mut running[ran.index];
-            let sample = SampleOf::new(samples.clone(), row);
-            if let Some(draft) = &mut sequence.draft {
-                draft.pass = Some(VerifyPass { hidden: ran.own(hidden), first: sample });
-                row += ran.rows();
-            } else {
-                let (position, before) = (sequence.cache.position, ran.before);
-                let logits = logits.clone();
-                sequence.next_logits =
-                    Some(NextLogits { position, logits, row, before: before.clone() });
-                let sampled = Sampled::Computing(Computing { sample, before });
-                sequence.sampled = (!sequence.samples_late()).then_some(sampled);
-                row += 1;
+        if let Some(draft) = &sequence.draft {
+            places.extend(ran.start..ran.end);
+            rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));
+            with_margins |= exact;
+        } else if sequence.is_caught_up() {
+            if !sequence.drafters.is_empty() {
+                sequence.observe(&ran.own(hidden), position - ran.rows());
             }
+            sequence.governor.iter_mut().for_each(Governor::count_step);
+            places.push(ran.end - 1);
+            // A row that is sampled later costs one search for the largest logit here.
+            rows.push(match sequence.samples_late() {
+                true => Row::new(Sampling::default(), 0),
+                false => sequence.sampler.row(ran.step, position),
+            });
+            ran.before = ran.before.filter(|_| shared);
+            with_margins |= ran.before.is_some();
+        } else {
+            // Evaluated by the caller: the graphs of all chunks would pile up, and the client could
+            // not cancel.
+            prefilled.extend(sequence.cache.arrays()?);
+            continue;
         }
-        Ok(prefilled)
+        sampling.push(ran);
     }
-
-    /// The rows of prompt that each sequence runs in this step.
-    pub(crate) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
-        let profile = |sequence: &Sequence| {
-            let is_of = |other: &Sequence| other.request.profile == sequence.request.profile;
-            running.iter().position(is_of).unwrap_or_default()
-        };
-        let pending = |sequence: &Sequence| Pending {
-            // Others wait for a part of the prompt only.
-            rows: sequence.prompt_rows().min(self.awaited_rows(sequence).unwrap_or(usize::MAX)),
-            decodes: sequence.decodes(),
-            passed_over: sequence.passed_over,
-            profile: profile(sequence),
-        };
-        let pending: Vec<Pending> = running.iter().map(pending).collect();
-        let (stall, chunk) = (self.stall, self.prefill_chunk);
-        let budget = Budget { stall, chunk, owed: self.debt.is_owed() };
-        plan::prefill_rows(&pending, &self.pass_costs, budget)
+    if places.is_empty() {
+        return Ok(prefilled);
     }
+    // One product with the head, the largest matrix of most models.
+    let _at_once = network.run_at_once(hidden)?;
+    let all = places.len() == hidden.dim(1) as usize;
+    let chosen = if all { hidden.clone() } else { pick_rows(hidden, &places)? };
+    let logits = network.model().logits(&chosen)?;
+    let logits = reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+    let logits = Logits::new(logits, network.vocabulary());
+    let samples = Samples::after(&logits, 0, &rows, with_margins)?;
+    if !samples.is_read() {
+        // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
+        // one round trip a token.
+        submit(samples.arrays())?;
+    }
+    let samples = Rc::new(samples);
+    let mut row = 0;
+    for ran in sampling {
+        let sequence = &mut running[ran.index];
+        let sample = SampleOf::new(samples.clone(), row);
+        if let Some(draft) = &mut sequence.draft {
+            draft.pass = Some(VerifyPass { hidden: ran.own(hidden), first: sample });
+            row += ran.rows();
+        } else {
+            let (position, before) = (sequence.cache.position, ran.before);
+            let logits = logits.clone();
+            sequence.next_logits =
+                Some(NextLogits { position, logits, row, before: before.clone() });
+            let sampled = Sampled::Computing(Computing { sample, before });
+            sequence.sampled = (!sequence.samples_late()).then_some(sampled);
+            row += 1;
+        }
+    }
+    Ok(prefilled)
 }

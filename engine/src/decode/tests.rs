@@ -9,7 +9,7 @@ use super::Decoder;
 use crate::config::{Activations, Config, Device, DraftKind, MachineCosts};
 use crate::draft::greedy_pass;
 use crate::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
-use crate::measure::verify::{DecodePath, Outcome};
+use crate::measure::verify::{DecodePath, Outcome, paths, verify};
 use crate::model::Pass;
 use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
@@ -79,7 +79,7 @@ fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
         DecodePath::Batched(4, Some(DraftKind::Mtp)),
         DecodePath::Batched(4, Some(DraftKind::EarlyExit)),
     ];
-    decoder.verify(requests, &paths, TOKENS, |_| ()).unwrap()
+    verify(decoder, requests, &paths, TOKENS, |_| ()).unwrap()
 }
 
 /// Drafts are verified in passes of several rows, and rejected ones are rewound. With rounded products a difference in the last
@@ -93,14 +93,15 @@ fn rows_of_a_pass_have_the_bits_of_rows_alone() {
         let tokens: Vec<u32> = (0..64).map(|i| 100 + 37 * i % 900).collect();
         // Hidden states after a prompt, in passes of `rows` of which `kept` are kept.
         let hidden = |rows: usize, kept: usize| -> Vec<Vec<f32>> {
-            let mut cache = decoder.model.new_cache().unwrap();
+            let mut cache = decoder.network.model().new_cache().unwrap();
             let mut states = Vec::new();
             while states.len() + rows <= tokens.len() {
                 let rows = if states.is_empty() { 24 } else { rows };
                 let tokens = &tokens[states.len()..][..rows];
                 cache.mark_draft();
                 let (hidden, _) =
-                    greedy_pass(&*decoder.model, Pass::default(), &mut cache, tokens).unwrap();
+                    greedy_pass(decoder.network.model(), Pass::default(), &mut cache, tokens)
+                        .unwrap();
                 let hidden = hidden.contiguous().unwrap();
                 eval([&hidden]).unwrap();
                 let floats = hidden.try_as_slice::<f32>().unwrap();
@@ -124,11 +125,11 @@ fn rows_of_a_pass_have_the_bits_of_rows_alone() {
 #[test]
 fn drafts_of_the_prediction_layer_run_at_once_on_cpus() {
     let decoder = decoder();
-    let mtp = decoder.model.mtp().expect("the bundled model has one");
+    let mtp = decoder.network.model().mtp().expect("the bundled model has one");
     let tokens: Vec<u32> = (0..20).map(|i| 100 + 37 * i).collect();
     let mut sequences: Vec<_> = (0..2)
         .map(|_| {
-            let cache = decoder.model.new_cache().unwrap();
+            let cache = decoder.network.model().new_cache().unwrap();
             (cache, MtpDrafter::new(mtp).unwrap(), Sampler::new(Sampling::default(), 0), 0)
         })
         .collect();
@@ -138,7 +139,7 @@ fn drafts_of_the_prediction_layer_run_at_once_on_cpus() {
             for position in *read..length - 1 {
                 let token = &tokens[position..=position];
                 let (hidden, _) =
-                    greedy_pass(&*decoder.model, Pass::default(), cache, token).unwrap();
+                    greedy_pass(decoder.network.model(), Pass::default(), cache, token).unwrap();
                 eval([&hidden]).unwrap();
                 drafter.observe(&HiddenRows::all(&hidden), position);
             }
@@ -146,7 +147,7 @@ fn drafts_of_the_prediction_layer_run_at_once_on_cpus() {
             Member { drafter, cache, tokens: &tokens[..length], sampler, depth: 3 }
         });
         let members = &mut members.collect::<Vec<_>>();
-        for draft in propose(&decoder.networks(), members).unwrap() {
+        for draft in propose(&decoder.speculation.networks(&decoder.network), members).unwrap() {
             let draft = draft.expect("rows were observed");
             assert_eq!(draft.read().unwrap().len(), 3);
             assert!(is_first || matches!(draft, DraftTokens::Known(_)), "{draft:?}");
@@ -159,10 +160,10 @@ fn drafts_of_the_prediction_layer_run_at_once_on_cpus() {
 #[test]
 fn near_ties_run_again_alone() {
     let mut decoder = decoder();
-    decoder.exit_layers = Some(5);
+    decoder.speculation.set_exit_layers(Some(5));
     let requests = [ask("Write a story about a fox named Nora who lives near the river.")];
     let narrow = run(&mut decoder, &requests);
-    decoder.near_tie_margin = 0.1;
+    decoder.network.set_near_tie_margin(0.1);
     let wide = run(&mut decoder, &requests);
     for (narrow, wide) in narrow.iter().zip(&wide) {
         assert!(narrow.holds() && wide.holds(), "{narrow:?} {wide:?}");
@@ -177,7 +178,7 @@ fn near_ties_run_again_alone() {
 #[test]
 fn speculative_sampling_equals_plain_sampling_with_the_same_seed() {
     let mut decoder = decoder();
-    decoder.exit_layers = Some(5);
+    decoder.speculation.set_exit_layers(Some(5));
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
     let filtered =
         SamplingPatch { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
@@ -202,8 +203,8 @@ fn quantized_kv_is_the_same_on_all_paths() {
     (config.engine.kv_bits, config.engine.kv_bits_from) = (8, 20);
     let mut decoder = load(config);
     let requests = [ask("Copy this text exactly:\nThe quiet fox walked near the river at night.")];
-    let paths = decoder.paths().unwrap();
-    for outcome in decoder.verify(&requests, &paths, TOKENS, |_| ()).unwrap() {
+    let paths = paths(&decoder).unwrap();
+    for outcome in verify(&mut decoder, &requests, &paths, TOKENS, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
     }
 }

@@ -24,6 +24,7 @@ use crate::config::DEPTH;
 use crate::draft::{greedy_pass, probe_tokens};
 use crate::error::Result;
 use crate::kernels;
+use crate::lazy;
 use crate::model::{Model, Pass};
 
 /// Rows of the passes that are measured. A number of threads holds for passes of up to as many rows, the last one for all
@@ -243,7 +244,7 @@ fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Res
     let start = Instant::now();
     let mut step = || {
         let sampled = greedy_pass(model, part, &mut cache, &tokens)?.1;
-        kernels::cpu::queue([&sampled])?;
+        lazy::submit([&sampled])?;
         Ok::<_, crate::Error>(sampled)
     };
     let mut previous = step()?;

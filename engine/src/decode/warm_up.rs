@@ -2,7 +2,7 @@
 //!
 //! Kernels of our own are compiled at the same time, for the passes that a server runs ([`prepare_kernels`]). The rest
 //! is whatever MLX does at a first use, which only it knows: so requests run as they will be served, alone and together,
-//! greedy and sampled, with each kind of draft ([`Decoder::warm_up`]). Nothing of them is saved or learned.
+//! greedy and sampled, with each kind of draft ([`warm_up`]). Nothing of them is saved or learned.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::Decoder;
+use super::admit::admit;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -105,71 +106,77 @@ fn make_pass(model: &dyn Model, spans: usize, rows: usize, draft: bool) -> Resul
     Ok(())
 }
 
-impl Decoder {
-    /// Runs requests of every kind. A failure costs time later.
-    pub(crate) fn warm_up(&mut self) {
-        let start = Instant::now();
-        let learned = (self.costs, self.pass_costs, self.debt, self.trial_time);
-        let empty = self.prefixes.empty();
-        let unsaved = match Prefixes::new(empty, CACHE_BYTES, None, 0) {
-            Ok(prefixes) => prefixes,
-            Err(error) => return tracing::warn!(%error, "not warmed up"),
-        };
-        let prefixes = std::mem::replace(&mut self.prefixes, unsaved);
-        let ran = self.warm_up_all();
-        self.prefixes = prefixes;
-        (self.costs, self.pass_costs, self.debt, self.trial_time) = learned;
-        self.activity.forget_passes();
-        match ran {
-            Ok(()) => tracing::info!(elapsed = ?start.elapsed(), "warmed up"),
-            Err(error) => tracing::warn!(%error, "not warmed up: first requests may be slow"),
-        }
+/// Runs requests of every kind. A failure costs time later.
+pub fn warm_up(decoder: &mut Decoder) {
+    let start = Instant::now();
+    let (times, debt) = (decoder.costs.times(), decoder.schedule.debt());
+    let trial_time = decoder.speculation.trial_time();
+    let unsaved = match Prefixes::new(decoder.saved.empty(), CACHE_BYTES, None, 0) {
+        Ok(prefixes) => prefixes,
+        Err(error) => return tracing::warn!(%error, "not warmed up"),
+    };
+    let prefixes = std::mem::replace(decoder.saved.prefixes_mut(), unsaved);
+    let ran = warm_up_all(decoder);
+    *decoder.saved.prefixes_mut() = prefixes;
+    decoder.costs.set_times(times);
+    decoder.schedule.set_debt(debt);
+    decoder.speculation.set_trial_time(trial_time);
+    decoder.activity.forget_passes();
+    match ran {
+        Ok(()) => tracing::info!(elapsed = ?start.elapsed(), "warmed up"),
+        Err(error) => tracing::warn!(%error, "not warmed up: first requests may be slow"),
     }
+}
 
-    fn warm_up_all(&mut self) -> Result<()> {
-        let drafters = self.new_drafters(&[])?;
-        let kinds = drafters.iter().map(|drafter| Some(drafter.kind()));
-        let kinds: Vec<_> = std::iter::once(None).chain(kinds).collect();
-        let mut runs = RUNS.to_vec();
-        runs.retain(|&(_, streams)| streams == 1 || streams < self.max_running);
-        if self.max_running > 1 {
-            runs.push((0, self.max_running));
-        }
-        let all = runs.len() * kinds.len();
-        let runs = runs.iter().flat_map(|&run| kinds.iter().map(move |&kind| (run, kind)));
-        for (done, ((first, streams), kind)) in runs.enumerate() {
-            loading::advance(done, all);
-            self.warm_up_with(first..first + streams, kind)?;
-        }
-        Ok(())
+fn warm_up_all(decoder: &mut Decoder) -> Result<()> {
+    let drafters = decoder.speculation.new_drafters(&decoder.network, &[])?;
+    let kinds = drafters.iter().map(|drafter| Some(drafter.kind()));
+    let kinds: Vec<_> = std::iter::once(None).chain(kinds).collect();
+    let most = decoder.schedule.max_running();
+    let mut runs = RUNS.to_vec();
+    runs.retain(|&(_, streams)| streams == 1 || streams < most);
+    if most > 1 {
+        runs.push((0, most));
     }
+    let all = runs.len() * kinds.len();
+    let runs = runs.iter().flat_map(|&run| kinds.iter().map(move |&kind| (run, kind)));
+    for (done, ((first, streams), kind)) in runs.enumerate() {
+        loading::advance(done, all);
+        warm_up_with(decoder, first..first + streams, kind)?;
+    }
+    Ok(())
+}
 
-    /// Runs these requests at the same time, with drafts of a kind or without.
-    fn warm_up_with(&mut self, requests: Range<usize>, kind: Option<DraftKind>) -> Result<()> {
-        let mut receivers = Vec::with_capacity(requests.len());
-        let mut running = Vec::with_capacity(requests.len());
-        for i in requests {
-            let (events, receiver) = mpsc::unbounded_channel();
-            receivers.push(receiver);
-            let length = if i == 0 { self.prefill_chunk + PROMPT } else { PROMPT + i };
-            let request = request(i, length.min(self.preparer.context / 2));
-            let prepared = self.preparer.prepare_with(Job { request, events }, unsteered())?;
-            let mut sequence = self.admit(prepared)?;
-            sequence.draft_always(kind, 1 + 2 * i % DEPTH);
-            running.push(sequence);
-        }
-        while !running.is_empty() {
-            self.wait_for_policies(&running);
-            self.advance(&mut running)?;
-            for sequence in &mut running {
-                if let Some(error) = sequence.take_failure() {
-                    return Err(error);
-                }
+/// Runs these requests at the same time, with drafts of a kind or without.
+fn warm_up_with(
+    decoder: &mut Decoder,
+    requests: Range<usize>,
+    kind: Option<DraftKind>,
+) -> Result<()> {
+    let mut receivers = Vec::with_capacity(requests.len());
+    let mut running = Vec::with_capacity(requests.len());
+    for i in requests {
+        let (events, receiver) = mpsc::unbounded_channel();
+        receivers.push(receiver);
+        let length = if i == 0 { decoder.schedule.chunk() + PROMPT } else { PROMPT + i };
+        let preparer = decoder.policies.preparer();
+        let request = request(i, length.min(preparer.context / 2));
+        let prepared = preparer.prepare_with(Job { request, events }, unsteered())?;
+        let mut sequence = admit(decoder, prepared)?;
+        sequence.draft_always(kind, 1 + 2 * i % DEPTH);
+        running.push(sequence);
+    }
+    while !running.is_empty() {
+        decoder.wait_for_policies(&running);
+        decoder.advance(&mut running)?;
+        for sequence in &mut running {
+            if let Some(error) = sequence.take_failure() {
+                return Err(error);
             }
-            running.retain(|sequence| !sequence.has_ended());
         }
-        Ok(())
+        running.retain(|sequence| !sequence.has_ended());
     }
+    Ok(())
 }
 
 /// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well. Eight in a row sample in each of the
@@ -203,23 +210,24 @@ fn request(i: usize, length: usize) -> Request {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{ask, decoder};
-    use crate::request::Request;
+    use super::*;
+    use crate::measure::verify::plain_text;
 
     /// On any device: the requests of the warm-up leave no state, no statistics and no counts.
     #[test]
     fn a_warm_up_changes_no_reply_and_leaves_nothing_behind() {
         let requests: Vec<Request> = vec![ask("What is the capital of Italy?")];
         let mut decoder = decoder();
-        let plain = decoder.plain_text(&requests[0], 16).unwrap();
-        decoder.max_running = 3;
-        decoder.warm_up_all().unwrap();
-        let before = (decoder.pass_costs, decoder.debt, decoder.activity.report());
-        let bytes = decoder.prefixes.bytes();
-        decoder.warm_up();
-        assert_eq!((decoder.pass_costs, decoder.debt), (before.0, before.1));
+        let plain = plain_text(&mut decoder, &requests[0], 16).unwrap();
+        decoder.schedule.set_max_running(3);
+        warm_up_all(&mut decoder).unwrap();
+        let before = (*decoder.costs.passes(), decoder.schedule.debt(), decoder.activity.report());
+        let bytes = decoder.saved.prefixes().bytes();
+        warm_up(&mut decoder);
+        assert_eq!((*decoder.costs.passes(), decoder.schedule.debt()), (before.0, before.1));
         let after = decoder.activity.report();
         assert_eq!((after.passes, after.tokens), (0, 0), "{:?}", before.2);
-        assert_eq!(decoder.prefixes.bytes(), bytes);
-        assert_eq!(decoder.plain_text(&requests[0], 16).unwrap(), plain);
+        assert_eq!(decoder.saved.prefixes().bytes(), bytes);
+        assert_eq!(plain_text(&mut decoder, &requests[0], 16).unwrap(), plain);
     }
 }

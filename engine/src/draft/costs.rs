@@ -11,7 +11,8 @@ use super::{Drafter, HiddenRows, Member, Networks, propose};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::kernels::cpu::{self, queue};
+use crate::kernels::cpu;
+use crate::lazy::{reshape, submit};
 use crate::model::{Model, Pass};
 use crate::nn::token_ids;
 use crate::request::Sampling;
@@ -133,7 +134,7 @@ impl Costs {
                 let hidden = forward(model, part, &mut longer, &tokens[..rows])?;
                 let _at_once = cpu::run_at_once(&hidden)?;
                 let logits = model.logits(&hidden)?;
-                let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+                let logits = reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
                 let sampled = vec![Row::new(Sampling::default(), 0); rows];
                 let logits = Logits::new(logits, vocabulary);
                 Samples::after(&logits, 0, &sampled, with_margins && rows > 1)?.read()?;
@@ -149,7 +150,7 @@ impl Costs {
         let plain = stopwatch.least_of(|| {
             let start = Instant::now();
             let next = greedy_pass(model, part, &mut cache, &tokens[..1])?.1;
-            queue([&next])?;
+            submit([&next])?;
             eval([&previous])?;
             previous = next;
             Ok(Some(start.elapsed()))

@@ -11,6 +11,7 @@ use crate::cache::{Cache, Span};
 use crate::config::DraftKind;
 use crate::error::Result;
 use crate::kernels::cpu;
+use crate::lazy::reshape;
 use crate::model::{Model, Pass};
 use crate::nn::token_ids;
 use crate::nn::{joined_rows, pick_rows};
@@ -67,7 +68,7 @@ impl Networks<'_> {
         };
         let _at_once = cpu::run_at_once_after(hidden)?;
         let logits = model.logits(hidden)?;
-        let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+        let logits = reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
         Samples::after(&Logits::new(logits, self.vocabulary), 0, rows, false)
     }
 }

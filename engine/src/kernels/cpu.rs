@@ -1,10 +1,7 @@
 //! Kernels on the CPU, as operations of MLX.
 //!
-//! The arithmetic is in the crate `steersman-cpu-kernels`; this module makes slices of MLX's arrays.
-//!
-//! An operation that MLX queues costs some 10 us on two threads, as long as a small product takes. In a section of
-//! [`run_at_once`], an operation whose inputs are available runs during the call that makes it instead, and costs 2. After
-//! one of MLX's own, the rest of a pass is queued as ever.
+//! The arithmetic is in the crate `steersman-cpu-kernels`; this module makes slices of MLX's arrays. In a section of
+//! [`run_at_once`], an operation whose inputs are available runs during the call that makes it.
 
 #![allow(unsafe_code, reason = "defines operations of MLX through mlx-sys")]
 
@@ -14,7 +11,7 @@ mod product;
 
 pub use heads::{has_heads, heads};
 pub use layers::{beside, gated_delta, pick_rows, replay, rms_norm, rows_of, swiglu};
-pub use product::{embed, products, supports, supports_dense, swiglu_product};
+pub use product::{Matrix, embed, products, supports, supports_dense, swiglu_product};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
@@ -25,97 +22,36 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::ops::Range;
 
-use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{CpuFunction, CpuOperation, View, mlx_array, mlx_dtype};
 
 use crate::error::{Error, Result};
+use crate::lazy::{self, AtOnce, is_available};
 
 thread_local! {
+    /// Whether layers on this thread use these kernels.
     static ENABLED: Cell<bool> = const { Cell::new(false) };
-    static AT_ONCE: Cell<bool> = const { Cell::new(false) };
-    static QUEUED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Makes layers on this thread use these kernels, or none of them. The default is none. Products do not depend on it:
-/// [`Packed::own_kernel`](crate::nn::Packed::own_kernel) and [`Dense::own_kernel`](crate::nn::Dense::own_kernel) turn them
-/// on for each matrix.
+/// the layer of each matrix chooses between [`products`] and MLX's.
 pub fn enable(on: bool) {
     ENABLED.set(on);
 }
 
-/// Whether layers on this thread use these kernels.
+/// Returns true if layers on this thread use these kernels.
 pub fn is_enabled() -> bool {
     ENABLED.get()
 }
 
-/// Until it is dropped, operations on this thread run at once.
-#[derive(Debug)]
-pub struct AtOnce(());
-
-impl Drop for AtOnce {
-    fn drop(&mut self) {
-        AT_ONCE.set(false);
-    }
-}
-
-/// Begins a section in which operations run at once, if the kernels are enabled. Waits for `first`, which it reads, and for
-/// what was [queued](queue) before: an operation writes to the buffers of caches, which what is queued may read.
+/// Begins a section in which operations run at once ([`lazy::run_at_once`]), if the kernels are enabled.
 pub fn run_at_once(first: &Array) -> Result<Option<AtOnce>> {
-    if !ENABLED.get() {
-        return Ok(None);
-    }
-    if !is_available(first) {
-        // The stream runs one operation after the other.
-        eval([first])?;
-    } else if QUEUED.get() {
-        let stream = Stream::thread_local_or_default();
-        // SAFETY: the handle is that of a living stream.
-        if unsafe { mlx_sys::mlx_synchronize(stream.as_ptr()) } != 0 {
-            return Err(Error::Array("MLX did not finish what was queued".into()));
-        }
-    }
-    QUEUED.set(false);
-    AT_ONCE.set(true);
-    Ok(Some(AtOnce(())))
+    if ENABLED.get() { lazy::run_at_once(first).map(Some) } else { Ok(None) }
 }
 
 /// [`run_at_once`] if `first` is available.
 pub fn run_at_once_after(first: &Array) -> Result<Option<AtOnce>> {
     if is_available(first) { run_at_once(first) } else { Ok(None) }
-}
-
-/// Computes `arrays` while this thread goes on. All of the engine that calls [`async_eval`] does so here.
-#[expect(clippy::disallowed_methods, reason = "this is the function to call instead")]
-pub fn queue<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
-    QUEUED.set(true);
-    Ok(async_eval(arrays)?)
-}
-
-/// Whether computing an array is over.
-pub fn is_available(array: &Array) -> bool {
-    // SAFETY: the handle is that of a living array.
-    unsafe { mlx_sys::is_available(array.as_ptr()) }
-}
-
-/// Operations that MLX runs to evaluate an array.
-pub fn operations_of(array: &Array) -> usize {
-    // SAFETY: the handle is that of a living array.
-    unsafe { mlx_sys::operations(array.as_ptr()) }
-}
-
-/// `x` with another shape of as many elements. Of an available array, without an operation of MLX, which would end what
-/// runs at once.
-pub fn reshape(x: &Array, shape: &[i32]) -> Result<Array> {
-    let stream = Stream::thread_local_or_default();
-    let mut res = mlx_array::default();
-    // SAFETY: the handles are those of a living array and stream.
-    let status = unsafe { mlx_sys::reshape(&mut res, x.as_ptr(), shape, stream.as_ptr()) };
-    if status != 0 {
-        return Err(Error::Array(format!("an array of {:?} has no shape {shape:?}", x.shape())));
-    }
-    // SAFETY: just filled, and nothing else owns it.
-    Ok(unsafe { Array::from_ptr(res) })
 }
 
 /// Where the elements of an array are in memory. The array is evaluated, and not a view.
@@ -137,7 +73,7 @@ unsafe fn run<const N: usize>(
     parameters: &[i32],
 ) -> Result<[Array; N]> {
     let inputs: Vec<mlx_array> = inputs.iter().map(|input| input.as_ptr()).collect();
-    let (dtype, at_once) = (dtype as mlx_dtype, AT_ONCE.get());
+    let (dtype, at_once) = (dtype as mlx_dtype, lazy::runs_at_once());
     let operation = CpuOperation { shapes: &shapes, dtype, function, parameters, at_once };
     let stream = Stream::thread_local_or_default();
     let mut res = [mlx_array::default(); N];
@@ -217,8 +153,10 @@ unsafe fn elements<T: Copy>(view: &View) -> Cow<'_, [T]> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use mlx_rs::transforms::eval;
     use mlx_rs::{Device, random};
+
+    use super::*;
 
     fn normal(seed: u64, shape: &[i32]) -> Array {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
@@ -254,22 +192,22 @@ mod tests {
         let doubled = at_once.add(&queued).unwrap();
         assert!(doubled.eq_values(queued.multiply(Array::from_f32(2.0)).unwrap()).unwrap());
         for (x, is_there) in [(&at_once, true), (&normal(2, &[2, 64]), false)] {
-            let view = reshape(x, &[8, 16]).unwrap();
+            let view = lazy::reshape(x, &[8, 16]).unwrap();
             assert_eq!((view.shape(), is_available(&view)), (&[8, 16][..], is_there));
             assert!(view.eq_values(x.reshape(&[8, 16]).unwrap()).unwrap());
         }
-        assert!(reshape(&at_once, &[8, 15]).is_err());
+        assert!(lazy::reshape(&at_once, &[8, 15]).is_err());
         enable(false);
     }
 
     #[test]
-    fn a_section_waits_for_what_is_queued() {
+    fn a_section_waits_for_submitted_work() {
         Device::set_default(&Device::cpu());
         enable(true);
         let (x, large) = (normal(1, &[2, 64]), normal(2, &[512, 512]));
         eval([&x, &large]).unwrap();
         let product = (0..8).fold(large.clone(), |x, _| x.matmul(&large).unwrap());
-        queue([&product]).unwrap();
+        lazy::submit([&product]).unwrap();
         let _section = run_at_once(&x).unwrap();
         assert!(is_available(&product));
         enable(false);

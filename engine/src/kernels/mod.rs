@@ -8,12 +8,17 @@ pub mod cpu;
 pub mod cuda;
 #[cfg(test)]
 mod tests;
+mod views;
+
+pub use self::views::{
+    DENSE_ROWS, DeltaView, ExpertsView, HeadsView, Input, Mode, NormView, Outputs, PackedView,
+    Quantization, RotationView, SharedGate,
+};
 
 use mlx_rs::Array;
 
-use crate::cache::{Buffers, Element, Span, Writes};
+use crate::cache::{Buffers, Element, RewindKernels, Span, Writes};
 use crate::error::Result;
-use crate::nn::{GatedDelta, Heads, Outputs};
 
 /// Rows of a GatedDeltaNet layer, by a kernel or by operations.
 pub struct GatedDeltaRows {
@@ -30,7 +35,7 @@ pub struct GatedDeltaRows {
 /// Runs the rows `x` of a batch after the state f32 [H_v, D_v, D_k] and the tail [K - 1, C] of each sequence. `record` asks
 /// for what they write. `None` if there is no kernel for the layer and the device.
 pub fn gated_delta(
-    layer: &GatedDelta,
+    layer: &DeltaView<'_>,
     x: &Outputs<4>,
     before: [&[&Element]; 2],
     record: bool,
@@ -41,14 +46,18 @@ pub fn gated_delta(
     }
 }
 
+/// Kernels that rewind recurrent layers, for [`Recurrent::with_kernels`](crate::cache::Recurrent::with_kernels).
+pub const REWIND: RewindKernels =
+    RewindKernels { rewind: cuda::rewind, replay: cpu::replay, rows_of: cpu::rows_of };
+
 /// A span's rows, and where their keys and values go.
 #[derive(Debug, Clone, Copy)]
 pub struct Destination<'a> {
     /// Number of rows.
     pub rows: i32,
-    /// Position of the first.
+    /// Position of the first row.
     pub position: i32,
-    /// Those of the cache; nothing else may hold the one of its own rows.
+    /// Buffers of the cache; nothing else may hold the one of its own rows.
     pub buffers: Buffers<'a>,
     /// What must be evaluated before the kernel reads the buffer: it writes the rows before these.
     pub after: Option<&'a Array>,
@@ -62,15 +71,15 @@ pub struct HeadsRows {
     pub written_with: Array,
 }
 
-/// Whether there is a kernel for these heads and the rows of `spans`.
-pub fn has_heads(heads: &Heads<'_>, projected: &Outputs<3>, spans: &[Span<'_>]) -> bool {
+/// Returns true if there is a kernel for these heads and the rows of `spans`.
+pub fn has_heads(heads: &HeadsView<'_>, projected: &Outputs<3>, spans: &[Span<'_>]) -> bool {
     cpu::has_heads(heads, projected) || cuda::has_heads(heads, spans)
 }
 
 /// Writes keys and values of all rows to `destinations`, and returns the attention of their queries, times the sigmoid of
 /// their gates. [`has_heads`] must be true.
 pub fn heads(
-    heads: &Heads<'_>,
+    heads: &HeadsView<'_>,
     projected: &Outputs<3>,
     scale: f32,
     destinations: &[Destination<'_>],

@@ -64,11 +64,11 @@ fn run_heads(
         let spans = caches.iter_mut().zip(rows.iter());
         let mut spans: Vec<_> = spans.map(|(cache, &rows)| Span { rows, cache }).collect();
         if kernel && rows.iter().all(|rows| *rows <= 8) {
-            assert!(has_heads(heads, &projected, &spans));
+            assert!(has_heads(&heads.view(), &projected, &spans));
         }
         ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
         if is_cuda {
-            super::cpu::queue(&ys[pass..]).unwrap();
+            crate::lazy::submit(&ys[pass..]).unwrap();
         }
         spans.iter_mut().for_each(Span::advance);
         if shares == Some(pass) {

@@ -17,6 +17,7 @@ use mlx_rs::ops::{concatenate, exp, logsumexp_axis};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
+use super::verify::plain_text;
 use crate::cache::Span;
 use crate::decode::Decoder;
 pub use crate::decode::{Calibration, Skip};
@@ -40,145 +41,148 @@ struct Text {
 /// Least expected speed of an early exit over plain decoding.
 const GAIN: f32 = 1.05;
 
-impl Decoder {
-    /// Measures on `requests` and the model's own replies to them, of at most `tokens` tokens, and
-    /// writes the calibration file. Calls `progress` with the number of finished measurements and of
-    /// all measurements.
-    ///
-    /// # Errors
-    /// When a request cannot be admitted or run; [`Error::Model`] when the file cannot be written.
-    pub fn calibrate(
-        &mut self,
-        requests: &[Request],
-        tokens: usize,
-        mut progress: impl FnMut(usize, usize),
-    ) -> Result<Calibration> {
-        let depth = self.model.depth();
-        // No model is useful without half of its blocks.
-        let most_skipped = depth / 2;
-        let all = requests.len() + depth - 1 + depth + most_skipped;
-        let mut done = 0;
-        let mut step = || {
-            done += 1;
-            progress(done, all);
-        };
-        // The reference is the whole model, even if the configuration skips blocks.
-        self.skip.clear();
-        let mut texts = Vec::new();
-        for request in requests {
-            let tokens = self.plain_text(request, tokens)?;
-            let hidden = self.hidden(&tokens, Pass::WHOLE)?;
-            texts.push(Text { tokens, hidden });
-            step();
-        }
-        let count = texts.iter().map(|text| text.tokens.len()).sum();
-        let mut found = Calibration { tokens: count, ..Calibration::default() };
-        for layers in 1..depth {
-            let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
-            found.exits.push(self.mean(&texts, pass, agreement)?);
-            step();
-        }
-        found.exit_layers = self.best_exit(&found.exits)?;
-
-        let mut alone = Vec::new();
-        for layer in 0..depth {
-            let pass = Pass { skip: &[layer], ..Pass::WHOLE };
-            alone.push((self.mean(&texts, pass, divergence)?, layer));
-            step();
-        }
-        alone.sort_by(|a, b| a.0.total_cmp(&b.0));
-        for count in 1..=most_skipped {
-            let mut layers: Vec<usize> = alone[..count].iter().map(|&(_, layer)| layer).collect();
-            layers.sort_unstable();
-            let kl = self.mean(&texts, Pass { skip: &layers, ..Pass::WHOLE }, divergence)?;
-            // Activations may overflow without a block.
-            if kl.is_finite() {
-                found.skips.push(Skip { layers, kl });
-            }
-            step();
-        }
-        found.write(&self.calibration_path)?;
-        Ok(found)
+/// Measures on `requests` and the model's own replies to them, of at most `tokens` tokens, and
+/// writes the calibration file. Calls `progress` with the number of finished measurements and of
+/// all measurements.
+///
+/// # Errors
+/// When a request cannot be admitted or run; [`Error::Model`] when the file cannot be written.
+pub fn calibrate(
+    decoder: &mut Decoder,
+    requests: &[Request],
+    tokens: usize,
+    mut progress: impl FnMut(usize, usize),
+) -> Result<Calibration> {
+    let depth = decoder.network().model().depth();
+    // No model is useful without half of its blocks.
+    let most_skipped = depth / 2;
+    let all = requests.len() + depth - 1 + depth + most_skipped;
+    let mut done = 0;
+    let mut step = || {
+        done += 1;
+        progress(done, all);
+    };
+    // The reference is the whole model, even if the configuration skips blocks.
+    decoder.network_mut().skip_nothing();
+    let mut texts = Vec::new();
+    for request in requests {
+        let tokens = plain_text(decoder, request, tokens)?;
+        let hidden = hidden(decoder, &tokens, Pass::WHOLE)?;
+        texts.push(Text { tokens, hidden });
+        step();
     }
-
-    /// Path of the calibration file of the loaded model.
-    pub fn calibration_path(&self) -> &Path {
-        &self.calibration_path
+    let count = texts.iter().map(|text| text.tokens.len()).sum();
+    let mut found = Calibration { tokens: count, ..Calibration::default() };
+    for layers in 1..depth {
+        let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
+        found.exits.push(mean(decoder, &texts, pass, agreement)?);
+        step();
     }
+    found.exit_layers = best_exit(decoder, &found.exits)?;
 
-    /// The number of layers whose early-exit drafts commit the most tokens a second; `None` if plain
-    /// decoding is as fast.
-    fn best_exit(&self, exits: &[f32]) -> Result<Option<usize>> {
-        let Some(costs) = self.costs else { return Ok(None) };
-        let depth = exits.len() + 1;
-        let mut best = (GAIN / costs.plain(1), None);
-        for (layers, acceptance) in (1..depth).zip(exits) {
-            let drafting = DRAFTED as f32 * self.time_exit(layers)?;
-            let tokens: f32 = (0..=DRAFTED as i32).map(|i| acceptance.powi(i)).sum();
-            let speed = tokens / (drafting + costs.pass(1, DRAFTED + 1));
-            if speed > best.0 {
-                best = (speed, Some(layers));
-            }
+    let mut alone = Vec::new();
+    for layer in 0..depth {
+        let pass = Pass { skip: &[layer], ..Pass::WHOLE };
+        alone.push((mean(decoder, &texts, pass, divergence)?, layer));
+        step();
+    }
+    alone.sort_by(|a, b| a.0.total_cmp(&b.0));
+    for count in 1..=most_skipped {
+        let mut layers: Vec<usize> = alone[..count].iter().map(|&(_, layer)| layer).collect();
+        layers.sort_unstable();
+        let kl = mean(decoder, &texts, Pass { skip: &layers, ..Pass::WHOLE }, divergence)?;
+        // Activations may overflow without a block.
+        if kl.is_finite() {
+            found.skips.push(Skip { layers, kl });
         }
-        Ok(best.1)
+        step();
     }
+    found.write(decoder.speculation().calibration_path())?;
+    Ok(found)
+}
 
-    /// Seconds that a token takes through the first `layers` layers and the head, the least of four
-    /// runs.
-    fn time_exit(&self, layers: usize) -> Result<f32> {
-        let mut cache = self.prefixes.empty();
-        let token = Array::from_slice(&[0u32], &[1]);
-        let mut least = f32::INFINITY;
-        for _ in 0..4 {
-            let start = Instant::now();
-            let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
-            let span = Span { rows: 1, cache: &mut cache };
-            let hidden = self.model.forward(&token, &mut [span], pass)?;
-            eval([&self.model.logits(&hidden)?])?;
-            least = least.min(start.elapsed().as_secs_f32());
-        }
-        Ok(least)
-    }
+/// Path of the calibration file of the loaded model.
+pub fn calibration_path(decoder: &Decoder) -> &Path {
+    decoder.speculation().calibration_path()
+}
 
-    /// Hidden states of all tokens of `text`, [1, T, D], computed in chunks like a prompt.
-    fn hidden(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
-        let mut cache = self.prefixes.empty();
-        let mut parts = Vec::new();
-        for chunk in text.chunks(self.prefill_chunk) {
-            let ids = token_ids(chunk);
-            let span = Span { rows: ids.dim(0), cache: &mut cache };
-            let hidden = self.model.forward(&ids, &mut [span], pass)?;
-            eval([&hidden])?;
-            parts.push(hidden);
+/// The number of layers whose early-exit drafts commit the most tokens a second; `None` if plain
+/// decoding is as fast.
+fn best_exit(decoder: &Decoder, exits: &[f32]) -> Result<Option<usize>> {
+    let Some(costs) = decoder.costs().drafts() else { return Ok(None) };
+    let depth = exits.len() + 1;
+    let mut best = (GAIN / costs.plain(1), None);
+    for (layers, acceptance) in (1..depth).zip(exits) {
+        let drafting = DRAFTED as f32 * time_exit(decoder, layers)?;
+        let tokens: f32 = (0..=DRAFTED as i32).map(|i| acceptance.powi(i)).sum();
+        let speed = tokens / (drafting + costs.pass(1, DRAFTED + 1));
+        if speed > best.0 {
+            best = (speed, Some(layers));
         }
-        Ok(concatenate(&parts, 1)?)
     }
+    Ok(best.1)
+}
 
-    /// Mean over all tokens of `measure`, which gets the whole model's logits and those of `pass`,
-    /// both [R, V], and returns a sum over rows.
-    fn mean(
-        &self,
-        texts: &[Text],
-        pass: Pass<'_>,
-        measure: fn(&Array, &Array) -> Result<Array>,
-    ) -> Result<f32> {
-        let (mut total, mut tokens) = (0.0, 0);
-        for text in texts {
-            let found = self.hidden(&text.tokens, pass)?;
-            let rows = found.dim(1);
-            for start in (0..rows).step_by(BLOCK as usize) {
-                let block = |hidden: &Array| -> Result<Array> {
-                    let part = hidden.try_index((.., start..rows.min(start + BLOCK), ..))?;
-                    Ok(self.model.logits(&part)?.squeeze_axes(&[0])?.as_dtype(Dtype::Float32)?)
-                };
-                let value = measure(&block(&text.hidden)?, &block(&found)?)?;
-                let value = value.try_item_exact::<f32>();
-                total += value.map_err(Error::from)?;
-            }
-            tokens += rows;
-        }
-        Ok(total / tokens.max(1) as f32)
+/// Seconds that a token takes through the first `layers` layers and the head, the least of four
+/// runs.
+fn time_exit(decoder: &Decoder, layers: usize) -> Result<f32> {
+    let mut cache = decoder.empty_cache();
+    let token = Array::from_slice(&[0u32], &[1]);
+    let mut least = f32::INFINITY;
+    for _ in 0..4 {
+        let start = Instant::now();
+        let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
+        let span = Span { rows: 1, cache: &mut cache };
+        let hidden = decoder.network().model().forward(&token, &mut [span], pass)?;
+        eval([&decoder.network().model().logits(&hidden)?])?;
+        least = least.min(start.elapsed().as_secs_f32());
     }
+    Ok(least)
+}
+
+/// Hidden states of all tokens of `text`, [1, T, D], computed in chunks like a prompt.
+fn hidden(decoder: &Decoder, text: &[u32], pass: Pass<'_>) -> Result<Array> {
+    let mut cache = decoder.empty_cache();
+    let mut parts = Vec::new();
+    for chunk in text.chunks(decoder.chunk()) {
+        let ids = token_ids(chunk);
+        let span = Span { rows: ids.dim(0), cache: &mut cache };
+        let hidden = decoder.network().model().forward(&ids, &mut [span], pass)?;
+        eval([&hidden])?;
+        parts.push(hidden);
+    }
+    Ok(concatenate(&parts, 1)?)
+}
+
+/// Mean over all tokens of `measure`, which gets the whole model's logits and those of `pass`,
+/// both [R, V], and returns a sum over rows.
+fn mean(
+    decoder: &Decoder,
+    texts: &[Text],
+    pass: Pass<'_>,
+    measure: fn(&Array, &Array) -> Result<Array>,
+) -> Result<f32> {
+    let (mut total, mut tokens) = (0.0, 0);
+    for text in texts {
+        let found = hidden(decoder, &text.tokens, pass)?;
+        let rows = found.dim(1);
+        for start in (0..rows).step_by(BLOCK as usize) {
+            let block = |hidden: &Array| -> Result<Array> {
+                let part = hidden.try_index((.., start..rows.min(start + BLOCK), ..))?;
+                Ok(decoder
+                    .network()
+                    .model()
+                    .logits(&part)?
+                    .squeeze_axes(&[0])?
+                    .as_dtype(Dtype::Float32)?)
+            };
+            let value = measure(&block(&text.hidden)?, &block(&found)?)?;
+            let value = value.try_item_exact::<f32>();
+            total += value.map_err(Error::from)?;
+        }
+        tokens += rows;
+    }
+    Ok(total / tokens.max(1) as f32)
 }
 
 /// Number of rows that predict the same token.

@@ -19,7 +19,7 @@ use crate::cache::{Cache, Span};
 use crate::decode::Decoder;
 use crate::draft::{greedy_pass, probe_tokens};
 use crate::error::Result;
-use crate::kernels::cpu::{operations_of, queue};
+use crate::lazy::{pending_operations, submit};
 use crate::nn::token_ids;
 use crate::request::Sampling;
 use crate::sample::rows::{Row, sample};
@@ -119,153 +119,155 @@ impl Case {
     }
 }
 
-impl Decoder {
-    /// Measures all cases of `plan`. Calls `progress` with the number of measurements that are done, and of all.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] if a pass fails, for instance as it takes more memory than there is.
-    pub fn measure_passes(
-        &mut self,
-        plan: &Plan,
-        mut progress: impl FnMut(usize, usize),
-    ) -> Result<Vec<Measured>> {
-        let cases = plan.cases();
-        let mut contexts = BTreeMap::new();
-        for case in &cases {
-            if let Entry::Vacant(place) = contexts.entry(case.context()) {
-                let mut cache = self.prefixes.empty();
-                self.prefill(&mut cache, case.context())?;
-                place.insert(cache);
+/// Measures all cases of `plan`. Calls `progress` with the number of measurements that are done, and of all.
+///
+/// # Errors
+/// [`crate::Error::Array`] if a pass fails, for instance as it takes more memory than there is.
+pub fn measure_passes(
+    decoder: &mut Decoder,
+    plan: &Plan,
+    mut progress: impl FnMut(usize, usize),
+) -> Result<Vec<Measured>> {
+    let cases = plan.cases();
+    let mut contexts = BTreeMap::new();
+    for case in &cases {
+        if let Entry::Vacant(place) = contexts.entry(case.context()) {
+            let mut cache = decoder.empty_cache();
+            prefill(decoder, &mut cache, case.context())?;
+            place.insert(cache);
+        }
+    }
+    let new = |&case: &Case| Measured { case, times: Vec::new(), operations: 0, peak_bytes: 0 };
+    let mut measured: Vec<Measured> = cases.iter().map(new).collect();
+    let all = (plan.rounds + 1) * cases.len();
+    for round in 0..=plan.rounds {
+        for (i, own) in measured.iter_mut().enumerate() {
+            progress(round * cases.len() + i, all);
+            let before = &contexts[&own.case.context()];
+            reset_peak_memory()?;
+            let (times, operations) = match own.case {
+                Case::Prefill(tokens) => measure_prompt(decoder, before.clone(), tokens)?,
+                Case::Verify(rows) => measure_verification(decoder, before.clone(), rows)?,
+                Case::Decode(_) => measure_steps(decoder, &mut [before.clone()])?,
+                Case::Streams(count) => measure_steps(decoder, &mut vec![before.clone(); count])?,
+            };
+            own.operations = operations;
+            if round > 0 {
+                own.times.push(times);
+                own.peak_bytes = own.peak_bytes.max(peak_memory()? as u64);
             }
+            memory::release_buffers();
         }
-        let new = |&case: &Case| Measured { case, times: Vec::new(), operations: 0, peak_bytes: 0 };
-        let mut measured: Vec<Measured> = cases.iter().map(new).collect();
-        let all = (plan.rounds + 1) * cases.len();
-        for round in 0..=plan.rounds {
-            for (i, own) in measured.iter_mut().enumerate() {
-                progress(round * cases.len() + i, all);
-                let before = &contexts[&own.case.context()];
-                reset_peak_memory()?;
-                let (times, operations) = match own.case {
-                    Case::Prefill(tokens) => self.measure_prompt(before.clone(), tokens)?,
-                    Case::Verify(rows) => self.measure_verification(before.clone(), rows)?,
-                    Case::Decode(_) => self.measure_steps(&mut [before.clone()])?,
-                    Case::Streams(count) => self.measure_steps(&mut vec![before.clone(); count])?,
-                };
-                own.operations = operations;
-                if round > 0 {
-                    own.times.push(times);
-                    own.peak_bytes = own.peak_bytes.max(peak_memory()? as u64);
-                }
-                memory::release_buffers();
-            }
-        }
-        progress(all, all);
-        Ok(measured)
     }
+    progress(all, all);
+    Ok(measured)
+}
 
-    /// Bytes a second that a GPU reads, the best of several sums over an array. `None` on a CPU.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] if the device has no memory for it.
-    pub fn measure_bandwidth(&self) -> Result<Option<f64>> {
-        if !self.memory.on_gpu {
-            return Ok(None);
-        }
-        let array = ones_dtype(&[BANDWIDTH_BYTES / 4], Dtype::Float32)?;
-        eval([&array])?;
-        let mut least = f64::INFINITY;
-        for _ in 0..8 {
-            let start = Instant::now();
-            eval([&array.sum(None)?])?;
-            least = least.min(start.elapsed().as_secs_f64());
-        }
-        Ok(Some(f64::from(BANDWIDTH_BYTES) / least))
+/// Bytes a second that a GPU reads, the best of several sums over an array. `None` on a CPU.
+///
+/// # Errors
+/// [`crate::Error::Array`] if the device has no memory for it.
+pub fn measure_bandwidth(decoder: &Decoder) -> Result<Option<f64>> {
+    if !decoder.is_on_gpu() {
+        return Ok(None);
     }
-
-    /// Runs `count` tokens in the chunks of a prompt; returns the hidden state of the last one, which is evaluated.
-    fn prefill(&mut self, cache: &mut Cache, count: usize) -> Result<Option<Array>> {
-        let tokens = probe_tokens(count);
-        let mut last = None;
-        for chunk in tokens.chunks(self.prefill_chunk) {
-            self.set_threads(chunk.len());
-            let ids = token_ids(chunk);
-            let mut spans = [Span { rows: ids.dim(0), cache }];
-            let hidden = self.model.forward(&ids, &mut spans, self.pass())?;
-            eval(cache.arrays()?.iter().chain([&hidden]))?;
-            last = Some(hidden.try_index((.., -1.., ..))?);
-        }
-        Ok(last)
-    }
-
-    fn measure_prompt(&mut self, mut cache: Cache, count: usize) -> Result<(Times, usize)> {
+    let array = ones_dtype(&[BANDWIDTH_BYTES / 4], Dtype::Float32)?;
+    eval([&array])?;
+    let mut least = f64::INFINITY;
+    for _ in 0..8 {
         let start = Instant::now();
-        if let Some(hidden) = self.prefill(&mut cache, count)? {
-            eval([&self.next_tokens(&hidden)?])?;
-        }
-        let total = start.elapsed().as_secs_f64();
-        Ok((Times { total, wait: total, ..Times::default() }, 0))
+        eval([&array.sum(None)?])?;
+        least = least.min(start.elapsed().as_secs_f64());
     }
+    Ok(Some(f64::from(BANDWIDTH_BYTES) / least))
+}
 
-    fn measure_verification(&mut self, mut cache: Cache, rows: usize) -> Result<(Times, usize)> {
-        let (mut sum, mut operations) = (Times::default(), 0);
-        let tokens = probe_tokens(rows);
-        self.set_threads(rows);
-        for step in 0..FIRST_STEPS + STEPS {
-            cache.mark_draft();
-            let start = Instant::now();
-            let (_, sampled) = greedy_pass(&*self.model, self.pass(), &mut cache, &tokens)?;
-            let built = start.elapsed();
-            if step < FIRST_STEPS {
-                operations = operations_of(&sampled);
-            }
-            let waiting = Instant::now();
-            eval([&sampled])?;
-            let times = [built, waiting.elapsed()].map(|time| time.as_secs_f64());
-            cache.rewind_draft(CONTEXT)?;
-            if step >= FIRST_STEPS {
-                sum.add(times[0], 0.0, times[1]);
-            }
-        }
-        Ok((sum.mean(), operations))
+/// Runs `count` tokens in the chunks of a prompt; returns the hidden state of the last one, which is evaluated.
+fn prefill(decoder: &mut Decoder, cache: &mut Cache, count: usize) -> Result<Option<Array>> {
+    let tokens = probe_tokens(count);
+    let mut last = None;
+    for chunk in tokens.chunks(decoder.chunk()) {
+        decoder.network_mut().set_threads(chunk.len());
+        let ids = token_ids(chunk);
+        let mut spans = [Span { rows: ids.dim(0), cache }];
+        let hidden = decoder.network().forward(&ids, &mut spans)?;
+        eval(cache.arrays()?.iter().chain([&hidden]))?;
+        last = Some(hidden.try_index((.., -1.., ..))?);
     }
+    Ok(last)
+}
 
-    /// Steps as the engine runs them: each is queued before the token of the one before is read.
-    fn measure_steps(&mut self, caches: &mut [Cache]) -> Result<(Times, usize)> {
-        let (mut sum, mut operations) = (Times::default(), 0);
-        self.set_threads(caches.len());
-        let mut last = token_ids(&probe_tokens(caches.len()));
-        for step in 0..FIRST_STEPS + STEPS {
-            let start = Instant::now();
-            let mut spans: Vec<_> =
-                caches.iter_mut().map(|cache| Span { rows: 1, cache }).collect();
-            let hidden = self.model.forward(&last, &mut spans, self.pass())?;
-            let next = self.next_tokens(&hidden)?;
-            let built = start.elapsed();
-            if step + 1 == FIRST_STEPS {
-                operations = operations_of(&next);
-            }
-            let start = Instant::now();
-            queue([&next])?;
-            let encoded = start.elapsed();
-            eval([&last])?;
-            let waited = start.elapsed() - encoded;
-            let times = [built, encoded, waited].map(|time| time.as_secs_f64());
-            if step >= FIRST_STEPS {
-                sum.add(times[0], times[1], times[2]);
-            }
-            last = next;
+fn measure_prompt(decoder: &mut Decoder, mut cache: Cache, count: usize) -> Result<(Times, usize)> {
+    let start = Instant::now();
+    if let Some(hidden) = prefill(decoder, &mut cache, count)? {
+        eval([&next_tokens(decoder, &hidden)?])?;
+    }
+    let total = start.elapsed().as_secs_f64();
+    Ok((Times { total, wait: total, ..Times::default() }, 0))
+}
+
+fn measure_verification(
+    decoder: &mut Decoder,
+    mut cache: Cache,
+    rows: usize,
+) -> Result<(Times, usize)> {
+    let (mut sum, mut operations) = (Times::default(), 0);
+    let tokens = probe_tokens(rows);
+    decoder.network_mut().set_threads(rows);
+    for step in 0..FIRST_STEPS + STEPS {
+        cache.mark_draft();
+        let start = Instant::now();
+        let (_, sampled) =
+            greedy_pass(decoder.network().model(), decoder.network().pass(), &mut cache, &tokens)?;
+        let built = start.elapsed();
+        if step < FIRST_STEPS {
+            operations = pending_operations(&sampled);
         }
+        let waiting = Instant::now();
+        eval([&sampled])?;
+        let times = [built, waiting.elapsed()].map(|time| time.as_secs_f64());
+        cache.rewind_draft(CONTEXT)?;
+        if step >= FIRST_STEPS {
+            sum.add(times[0], 0.0, times[1]);
+        }
+    }
+    Ok((sum.mean(), operations))
+}
+
+/// Steps as the engine runs them: each is queued before the token of the one before is read.
+fn measure_steps(decoder: &mut Decoder, caches: &mut [Cache]) -> Result<(Times, usize)> {
+    let (mut sum, mut operations) = (Times::default(), 0);
+    decoder.network_mut().set_threads(caches.len());
+    let mut last = token_ids(&probe_tokens(caches.len()));
+    for step in 0..FIRST_STEPS + STEPS {
+        let start = Instant::now();
+        let mut spans: Vec<_> = caches.iter_mut().map(|cache| Span { rows: 1, cache }).collect();
+        let hidden = decoder.network().forward(&last, &mut spans)?;
+        let next = next_tokens(decoder, &hidden)?;
+        let built = start.elapsed();
+        if step + 1 == FIRST_STEPS {
+            operations = pending_operations(&next);
+        }
+        let start = Instant::now();
+        submit([&next])?;
+        let encoded = start.elapsed();
         eval([&last])?;
-        Ok((sum.mean(), operations))
+        let waited = start.elapsed() - encoded;
+        let times = [built, encoded, waited].map(|time| time.as_secs_f64());
+        if step >= FIRST_STEPS {
+            sum.add(times[0], times[1], times[2]);
+        }
+        last = next;
     }
+    eval([&last])?;
+    Ok((sum.mean(), operations))
+}
 
-    /// The likeliest token after each row of hidden states [1, R, D]: u32 [R].
-    fn next_tokens(&self, hidden: &Array) -> Result<Array> {
-        let logits = self.logits(hidden)?.squeeze_axes(&[0])?;
-        let rows = vec![Row::new(Sampling::default(), 0); logits.dim(0) as usize];
-        sample(&logits, &rows)
-    }
+/// The likeliest token after each row of hidden states [1, R, D]: u32 [R].
+fn next_tokens(decoder: &Decoder, hidden: &Array) -> Result<Array> {
+    let logits = decoder.network().logits(hidden)?.squeeze_axes(&[0])?;
+    let rows = vec![Row::new(Sampling::default(), 0); logits.dim(0) as usize];
+    sample(&logits, &rows)
 }
 
 impl Times {

@@ -4,13 +4,12 @@
 //! paths alike. Replies are compared token by token, injected tokens included.
 //!
 //! If a reply differs, the first differing token is examined: a margin of the two best tokens below
-//! rounding error ([`crate::decode::speculate::near_tie_margin`]) makes it a near-tie. In f32 a near-tie
+//! rounding error (`decode/network.rs`) makes it a near-tie. In f32 a near-tie
 //! counts as a difference; in 16-bit types, and with quantized KV, rounding may flip it, and it is
 //! counted apart.
 
 use std::time::{Duration, Instant};
 
-use mlx_rs::Dtype;
 use mlx_rs::ops::indexing::TryIndexOp;
 use tokio::sync::mpsc;
 
@@ -24,7 +23,6 @@ use crate::job::Job;
 use crate::model::Model;
 use crate::nn::token_ids;
 use crate::policy::SamplingPatch;
-use crate::prefix::{Prefixes, Retention};
 use crate::request::{Event, Request, Sampling};
 use crate::sample::noise::mix;
 use crate::sample::rows::{Row, sample_with_margins};
@@ -125,265 +123,259 @@ struct Reply {
     drafted: [usize; 3],
 }
 
-impl Decoder {
-    /// The paths that this model and configuration have.
-    pub fn paths(&self) -> Result<Vec<DecodePath>> {
-        use DecodePath::{Batched, Chunked, Drafted, Governed, Plain, Resumed, Rewound};
-        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound];
-        paths.extend([Batched(1, None), Batched(7, None)]);
-        for drafter in self.new_drafters(&[])? {
-            paths.extend([Drafted(drafter.kind()), Batched(3, Some(drafter.kind()))]);
-        }
-        if self.costs.is_some() {
-            paths.push(Governed);
-        }
-        Ok(paths)
+/// The paths that this model and configuration have.
+pub fn paths(decoder: &Decoder) -> Result<Vec<DecodePath>> {
+    use DecodePath::{Batched, Chunked, Drafted, Governed, Plain, Resumed, Rewound};
+    let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound];
+    paths.extend([Batched(1, None), Batched(7, None)]);
+    for drafter in decoder.speculation().new_drafters(decoder.network(), &[])? {
+        paths.extend([Drafted(drafter.kind()), Batched(3, Some(drafter.kind()))]);
     }
+    if decoder.costs().drafts().is_some() {
+        paths.push(Governed);
+    }
+    Ok(paths)
+}
 
-    /// Computes the replies to `requests`, at most `tokens` tokens each, on each of `paths`, the first
-    /// of which is [`DecodePath::Plain`]. Calls `progress` with the number of finished prompts.
-    ///
-    /// # Errors
-    /// When a request cannot be admitted or run.
-    pub fn verify(
-        &mut self,
-        requests: &[Request],
-        paths: &[DecodePath],
-        tokens: usize,
-        mut progress: impl FnMut(usize),
-    ) -> Result<Vec<Outcome>> {
-        let empty = |&path| Outcome {
-            path,
-            equal: 0,
-            near_ties: 0,
-            different: Vec::new(),
-            replies: Vec::new(),
-            times: Vec::new(),
-            drafted: [0; 3],
-            cached: 0,
-        };
-        let mut outcomes: Vec<Outcome> = paths.iter().map(empty).collect();
-        for i in 0..requests.len() {
-            let mut plain: Option<Reply> = None;
-            for outcome in &mut outcomes {
-                let reply = self.reply(requests, i, outcome.path, tokens, plain.as_ref())?;
-                outcome.replies.push(reply.tokens[reply.prompt..].to_vec());
-                outcome.times.push(reply.time);
-                outcome.cached += reply.cached;
-                for (sum, value) in outcome.drafted.iter_mut().zip(reply.drafted) {
-                    *sum += value;
+/// Computes the replies to `requests`, at most `tokens` tokens each, on each of `paths`, the first
+/// of which is [`DecodePath::Plain`]. Calls `progress` with the number of finished prompts.
+///
+/// # Errors
+/// When a request cannot be admitted or run.
+pub fn verify(
+    decoder: &mut Decoder,
+    requests: &[Request],
+    paths: &[DecodePath],
+    tokens: usize,
+    mut progress: impl FnMut(usize),
+) -> Result<Vec<Outcome>> {
+    let empty = |&path| Outcome {
+        path,
+        equal: 0,
+        near_ties: 0,
+        different: Vec::new(),
+        replies: Vec::new(),
+        times: Vec::new(),
+        drafted: [0; 3],
+        cached: 0,
+    };
+    let mut outcomes: Vec<Outcome> = paths.iter().map(empty).collect();
+    for i in 0..requests.len() {
+        let mut plain: Option<Reply> = None;
+        for outcome in &mut outcomes {
+            let reply = reply(decoder, requests, i, outcome.path, tokens, plain.as_ref())?;
+            outcome.replies.push(reply.tokens[reply.prompt..].to_vec());
+            outcome.times.push(reply.time);
+            outcome.cached += reply.cached;
+            for (sum, value) in outcome.drafted.iter_mut().zip(reply.drafted) {
+                *sum += value;
+            }
+            let expected = plain.get_or_insert_with(|| reply.clone());
+            let same = expected.tokens.iter().zip(&reply.tokens);
+            let same = same.take_while(|(a, b)| a == b).count();
+            if same == expected.tokens.len().max(reply.tokens.len()) {
+                outcome.equal += 1;
+                continue;
+            }
+            let margin = margin(decoder, &expected.tokens[..same])?;
+            let coarse = !decoder.network().is_precise();
+            if coarse && margin < decoder.network().near_tie_margin() {
+                outcome.near_ties += 1;
+            } else {
+                outcome.different.push((i, same - expected.prompt.min(same), margin));
+            }
+        }
+        progress(i + 1);
+    }
+    Ok(outcomes)
+}
+
+/// Computes the reply to request `i` from an empty prefix cache; the others may run beside it.
+/// `plain` is the expected reply, if known.
+fn reply(
+    decoder: &mut Decoder,
+    requests: &[Request],
+    i: usize,
+    path: DecodePath,
+    tokens: usize,
+    plain: Option<&Reply>,
+) -> Result<Reply> {
+    let (chunk, trial_time) = (decoder.chunk(), decoder.speculation().trial_time());
+    if let DecodePath::Chunked(tokens) = path {
+        decoder.set_chunk(tokens);
+    }
+    // Prompts are short.
+    decoder.forget_prefixes(CACHE_BYTES)?;
+    if path == DecodePath::Resumed {
+        complete(decoder, requests, i, path, 1, plain)?;
+    }
+    let reply = complete(decoder, requests, i, path, tokens, plain);
+    decoder.set_chunk(chunk);
+    if path != DecodePath::Governed {
+        // Drafts that the governor does not choose cost it nothing, and plain steps earn it nothing.
+        decoder.speculation_mut().set_trial_time(trial_time);
+    }
+    reply
+}
+
+fn complete(
+    decoder: &mut Decoder,
+    requests: &[Request],
+    i: usize,
+    path: DecodePath,
+    tokens: usize,
+    plain: Option<&Reply>,
+) -> Result<Reply> {
+    // Dropping a receiver cancels its request.
+    let mut receivers = Vec::new();
+    let mut sequence = admit_for_verification(decoder, &requests[i], &mut receivers)?;
+    sequence.limits.context = decoder.context().min(sequence.prompt + tokens);
+    restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
+    let mut running = vec![sequence];
+    let mut start = Instant::now();
+    let mut step = 0;
+    while !running[0].has_ended() {
+        match path {
+            DecodePath::Batched(others, _) => {
+                change_others(decoder, &mut running, &mut receivers, requests, others, step)?;
+                // A preempted sequence resumes with all drafters.
+                restrict_drafting(&mut running[0], path, None);
+            }
+            // Drafts begin with the second step after it was resumed.
+            DecodePath::Preempted(drafts) => {
+                let sequence = &mut running[0];
+                let is_due = drafts.is_none() || mix(1, step).is_multiple_of(2);
+                if is_due && sequence.is_caught_up() {
+                    preempt_and_resume(decoder, sequence)?;
+                    restrict_drafting(sequence, path, None);
                 }
-                let expected = plain.get_or_insert_with(|| reply.clone());
-                let same = expected.tokens.iter().zip(&reply.tokens);
-                let same = same.take_while(|(a, b)| a == b).count();
-                if same == expected.tokens.len().max(reply.tokens.len()) {
-                    outcome.equal += 1;
-                    continue;
-                }
-                let margin = self.margin(&expected.tokens[..same])?;
-                let coarse = self.dtype != Dtype::Float32 || self.kv_bits > 0;
-                if coarse && margin < self.near_tie_margin {
-                    outcome.near_ties += 1;
-                } else {
-                    outcome.different.push((i, same - expected.prompt.min(same), margin));
-                }
             }
-            progress(i + 1);
+            _ => {}
         }
-        Ok(outcomes)
+        if running[0].has_ended() {
+            break;
+        }
+        decoder.wait_for_policies(&running);
+        decoder.advance(&mut running)?;
+        if running[0].tokens.len() == running[0].prompt {
+            start = Instant::now();
+        }
+        step += 1;
     }
+    let time = start.elapsed();
+    let mut sequence = running.swap_remove(0);
+    if let Some(error) = sequence.take_failure() {
+        return Err(error);
+    }
+    if path == DecodePath::Governed {
+        decoder.speculation_mut().keep_learned_stats(&mut sequence);
+    }
+    decoder.save(&sequence);
+    Ok(Reply {
+        prompt: sequence.prompt,
+        cached: sequence.cached,
+        time,
+        drafted: sequence.draft_counts(),
+        tokens: sequence.tokens,
+    })
+}
 
-    /// Computes the reply to request `i` from an empty prefix cache; the others may run beside it.
-    /// `plain` is the expected reply, if known.
-    fn reply(
-        &mut self,
-        requests: &[Request],
-        i: usize,
-        path: DecodePath,
-        tokens: usize,
-        plain: Option<&Reply>,
-    ) -> Result<Reply> {
-        let (chunk, trial_time) = (self.prefill_chunk, self.trial_time);
-        if let DecodePath::Chunked(tokens) = path {
-            self.prefill_chunk = tokens;
-        }
-        let shares = self.prefixes.shares();
-        self.prefixes = Prefixes::new(self.prefixes.empty(), CACHE_BYTES, None, 0)?;
-        // Prompts are short.
-        self.prefixes.share_from(shares.then_some(1));
-        if path == DecodePath::Resumed {
-            self.complete(requests, i, path, 1, plain)?;
-        }
-        let reply = self.complete(requests, i, path, tokens, plain);
-        self.prefill_chunk = chunk;
-        if path != DecodePath::Governed {
-            // Drafts that the governor does not choose cost it nothing, and plain steps earn it nothing.
-            self.trial_time = trial_time;
-        }
-        reply
-    }
+/// Admits a request: greedy and with a fixed seed, unless the prompt's file sets them.
+fn admit_for_verification(
+    decoder: &mut Decoder,
+    request: &Request,
+    receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
+) -> Result<Sequence> {
+    let (events, receiver) = mpsc::unbounded_channel();
+    receivers.push(receiver);
+    let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
+    let sampling = request.sampling.or(greedy);
+    let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
+    decoder.admit(Job { request, events })
+}
 
-    fn complete(
-        &mut self,
-        requests: &[Request],
-        i: usize,
-        path: DecodePath,
-        tokens: usize,
-        plain: Option<&Reply>,
-    ) -> Result<Reply> {
-        // Dropping a receiver cancels its request.
-        let mut receivers = Vec::new();
-        let mut sequence = self.admit_for_verification(&requests[i], &mut receivers)?;
-        sequence.limits.context = self.preparer.context.min(sequence.prompt + tokens);
-        self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
-        let mut running = vec![sequence];
-        let mut start = Instant::now();
-        let mut step = 0;
-        while !running[0].has_ended() {
-            match path {
-                DecodePath::Batched(others, _) => {
-                    self.change_others(&mut running, &mut receivers, requests, others, step)?;
-                    // A preempted sequence resumes with all drafters.
-                    self.restrict_drafting(&mut running[0], path, None);
-                }
-                // Drafts begin with the second step after it was resumed.
-                DecodePath::Preempted(drafts) => {
-                    let sequence = &mut running[0];
-                    let is_due = drafts.is_none() || mix(1, step).is_multiple_of(2);
-                    if is_due && sequence.is_caught_up() {
-                        self.preempt_and_resume(sequence)?;
-                        self.restrict_drafting(sequence, path, None);
-                    }
-                }
-                _ => {}
-            }
-            if running[0].has_ended() {
-                break;
-            }
-            self.wait_for_policies(&running);
-            self.advance(&mut running)?;
-            if running[0].tokens.len() == running[0].prompt {
-                start = Instant::now();
-            }
-            step += 1;
+/// Lets the sequences after the first join and leave at pseudo-random steps.
+fn change_others(
+    decoder: &mut Decoder,
+    running: &mut Vec<Sequence>,
+    receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
+    requests: &[Request],
+    others: usize,
+    step: u64,
+) -> Result<()> {
+    let first = running.remove(0);
+    running.retain(|sequence| !sequence.has_ended());
+    running.insert(0, first);
+    let random = mix(others as u64, step) as usize;
+    if running.len() <= others && random.is_multiple_of(3) {
+        let mut request = requests[random / 3 % requests.len()].clone();
+        // Every other one samples.
+        request.sampling.temperature = Some((random / 64 % 2) as f32);
+        request.seed = Some(step);
+        let mut sequence = admit_for_verification(decoder, &request, receivers)?;
+        // Every other one drafts.
+        sequence.governor = Governor::always(random / 128 % 2 * (1 + random / 256 % DEPTH));
+        running.push(sequence);
+    } else if running.len() > 1 && random % 16 == 1 {
+        running.remove(1 + random / 16 % (running.len() - 1));
+    } else if random % 16 == 4 {
+        let i = random / 16 % running.len();
+        preempt_and_resume(decoder, &mut running[i])?;
+    }
+    Ok(())
+}
+
+/// Preempts a sequence, and resumes it at once unless it has ended.
+fn preempt_and_resume(decoder: &mut Decoder, sequence: &mut Sequence) -> Result<()> {
+    decoder.drop_state(sequence)?;
+    if sequence.has_ended() { Ok(()) } else { decoder.restore_state(sequence) }
+}
+
+/// Tokens of prompt and reply, computed plainly; errors as those of [`verify`].
+pub(crate) fn plain_text(
+    decoder: &mut Decoder,
+    request: &Request,
+    tokens: usize,
+) -> Result<Vec<u32>> {
+    let requests = std::slice::from_ref(request);
+    Ok(reply(decoder, requests, 0, DecodePath::Plain, tokens, None)?.tokens)
+}
+
+/// Leaves `sequence` the drafters and the governor of `path`. `plain` holds the tokens that it
+/// will have, if known.
+pub(crate) fn restrict_drafting(sequence: &mut Sequence, path: DecodePath, plain: Option<&[u32]>) {
+    match (path, plain) {
+        (DecodePath::Governed, _) => {}
+        (
+            DecodePath::Drafted(kind)
+            | DecodePath::Preempted(Some(kind))
+            | DecodePath::Batched(_, Some(kind)),
+            _,
+        ) => {
+            sequence.draft_always(Some(kind), DRAFT_DEPTH);
         }
-        let time = start.elapsed();
-        let mut sequence = running.swap_remove(0);
-        if let Some(error) = sequence.take_failure() {
-            return Err(error);
+        (DecodePath::Rewound, Some(plain)) => {
+            let text = plain.to_vec();
+            sequence.drafters = vec![Box::new(OneWrongToken { text, place: 0 })];
+            sequence.governor = Governor::always(DEPTH);
         }
-        if path == DecodePath::Governed {
-            self.keep_learned_stats(&mut sequence);
-        }
-        self.save(&sequence, Retention::default());
-        Ok(Reply {
-            prompt: sequence.prompt,
-            cached: sequence.cached,
-            time,
-            drafted: sequence.draft_counts(),
-            tokens: sequence.tokens,
-        })
-    }
-
-    /// Admits a request: greedy and with a fixed seed, unless the prompt's file sets them.
-    fn admit_for_verification(
-        &mut self,
-        request: &Request,
-        receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
-    ) -> Result<Sequence> {
-        let (events, receiver) = mpsc::unbounded_channel();
-        receivers.push(receiver);
-        let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
-        let sampling = request.sampling.or(greedy);
-        let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
-        let prepared = self.preparer.prepare(Job { request, events })?;
-        self.admit(prepared)
-    }
-
-    /// Lets the sequences after the first join and leave at pseudo-random steps.
-    fn change_others(
-        &mut self,
-        running: &mut Vec<Sequence>,
-        receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
-        requests: &[Request],
-        others: usize,
-        step: u64,
-    ) -> Result<()> {
-        let first = running.remove(0);
-        running.retain(|sequence| !sequence.has_ended());
-        running.insert(0, first);
-        let random = mix(others as u64, step) as usize;
-        if running.len() <= others && random.is_multiple_of(3) {
-            let mut request = requests[random / 3 % requests.len()].clone();
-            // Every other one samples.
-            request.sampling.temperature = Some((random / 64 % 2) as f32);
-            request.seed = Some(step);
-            let mut sequence = self.admit_for_verification(&request, receivers)?;
-            // Every other one drafts.
-            sequence.governor = Governor::always(random / 128 % 2 * (1 + random / 256 % DEPTH));
-            running.push(sequence);
-        } else if running.len() > 1 && random % 16 == 1 {
-            running.remove(1 + random / 16 % (running.len() - 1));
-        } else if random % 16 == 4 {
-            let i = random / 16 % running.len();
-            self.preempt_and_resume(&mut running[i])?;
-        }
-        Ok(())
-    }
-
-    /// Preempts a sequence, and resumes it at once unless it has ended.
-    fn preempt_and_resume(&mut self, sequence: &mut Sequence) -> Result<()> {
-        self.drop_state(sequence)?;
-        if sequence.has_ended() { Ok(()) } else { self.restore_state(sequence) }
-    }
-
-    /// Tokens of prompt and reply, computed plainly; errors as those of [`Decoder::verify`].
-    pub(crate) fn plain_text(&mut self, request: &Request, tokens: usize) -> Result<Vec<u32>> {
-        let requests = std::slice::from_ref(request);
-        Ok(self.reply(requests, 0, DecodePath::Plain, tokens, None)?.tokens)
-    }
-
-    /// Leaves `sequence` the drafters and the governor of `path`. `plain` holds the tokens that it
-    /// will have, if known.
-    pub(crate) fn restrict_drafting(
-        &self,
-        sequence: &mut Sequence,
-        path: DecodePath,
-        plain: Option<&[u32]>,
-    ) {
-        match (path, plain) {
-            (DecodePath::Governed, _) => {}
-            (
-                DecodePath::Drafted(kind)
-                | DecodePath::Preempted(Some(kind))
-                | DecodePath::Batched(_, Some(kind)),
-                _,
-            ) => {
-                sequence.draft_always(Some(kind), DRAFT_DEPTH);
-            }
-            (DecodePath::Rewound, Some(plain)) => {
-                let text = plain.to_vec();
-                sequence.drafters = vec![Box::new(OneWrongToken { text, place: 0 })];
-                sequence.governor = Governor::always(DEPTH);
-            }
-            _ => {
-                sequence.draft_always(None, 0);
-            }
+        _ => {
+            sequence.draft_always(None, 0);
         }
     }
+}
 
-    /// Relative margin of the two best tokens to follow `tokens`.
-    fn margin(&self, tokens: &[u32]) -> Result<f32> {
-        let mut cache = self.prefixes.empty();
-        let ids = token_ids(tokens);
-        let rows = ids.dim(0);
-        let span = Span { rows, cache: &mut cache };
-        let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
-        let last = hidden.try_index((.., rows - 1..))?;
-        let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
-        let (_, margin) = sample_with_margins(&logits, &[Row::new(Sampling::default(), 0)])?;
-        margin.try_item_exact::<f32>().map_err(Error::from)
-    }
+/// Relative margin of the two best tokens to follow `tokens`.
+fn margin(decoder: &Decoder, tokens: &[u32]) -> Result<f32> {
+    let mut cache = decoder.empty_cache();
+    let ids = token_ids(tokens);
+    let rows = ids.dim(0);
+    let span = Span { rows, cache: &mut cache };
+    let hidden = decoder.network().forward(&ids, &mut [span])?;
+    let last = hidden.try_index((.., rows - 1..))?;
+    let logits = decoder.network().model().logits(&last)?.squeeze_axes(&[1])?;
+    let (_, margin) = sample_with_margins(&logits, &[Row::new(Sampling::default(), 0)])?;
+    margin.try_item_exact::<f32>().map_err(Error::from)
 }
 
 /// Drafts the known reply with one token changed: the first of a draft, then the second, and so on,

@@ -15,6 +15,7 @@ use super::llama::{self, SelfAttn};
 use super::{Model, Weights, experts};
 use crate::cache::{Cache, Element, LayerCache, Recurrent, Span};
 use crate::error::Result;
+use crate::kernels::REWIND;
 use crate::nn::{Embedding, Linear, Mlp, RmsNorm, by_run, convolve};
 
 /// `config.json`
@@ -175,7 +176,8 @@ impl ShortConv {
 
     fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
         let taps = i32::try_from(self.conv.len()).expect("a convolution has a few taps");
-        Recurrent::convolution(&[1, taps - 1, self.conv[0].dim(0)], dtype)
+        let tail = [1, taps - 1, self.conv[0].dim(0)];
+        Ok(Recurrent::convolution(&tail, dtype)?.with_kernels(&REWIND))
     }
 
     /// `x` [1, R, D], same shape back. Advances entry `layer` of each span's cache.

@@ -306,7 +306,7 @@ impl SelfAttn {
         spans: &mut [Span<'_>],
         layer: usize,
     ) -> Result<Array> {
-        let mixed = self.mix(self.qkv.outputs(Input::Normed(x, norm))?, spans, layer)?;
+        let mixed = self.mix(self.qkv.outputs(Input::Normed(x, norm.view()))?, spans, layer)?;
         self.o_proj.apply(Input::Rows(&mixed), Some(x))
     }
 

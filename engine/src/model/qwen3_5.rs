@@ -269,7 +269,7 @@ impl SelfAttn {
         };
         let scale = (self.head_dim as f32).powf(-0.5);
         let scores = Scores { scale, softcap: None, sinks: None };
-        let projected = self.qkv.outputs(Input::Normed(x, norm))?;
+        let projected = self.qkv.outputs(Input::Normed(x, norm.view()))?;
         let mixed = heads.attend(projected, &self.qkv, &scores, spans, layer)?;
         self.o_proj.apply(Input::Rows(&mixed), Some(x))
     }
@@ -321,7 +321,7 @@ impl LinearAttn {
         spans: &mut [Span<'_>],
         layer: usize,
     ) -> Result<Array> {
-        let projected = self.in_proj.outputs(Input::Normed(x, norm))?;
+        let projected = self.in_proj.outputs(Input::Normed(x, norm.view()))?;
         let mixed = self.delta.forward(&projected, spans, layer)?;
         self.out_proj.apply(Input::Rows(&mixed), Some(x))
     }

@@ -404,7 +404,7 @@ impl Weights {
     /// A layer in the form that [`Storage`] asks for.
     fn stored(&mut self, mut packed: Packed, bias: Option<Array>) -> Result<Linear> {
         packed.own_kernel = match self.storage {
-            Storage::OwnKernels(activations) if cpu::supports(&packed) => {
+            Storage::OwnKernels(activations) if cpu::supports(packed.view()) => {
                 Some(OwnKernel { activations, is_symmetric: packed.is_symmetric()? })
             }
             _ => None,
@@ -420,7 +420,7 @@ impl Weights {
             packed.scales = packed.scales.contiguous()?;
             packed.biases = packed.biases.map(|biases| biases.contiguous()).transpose()?;
         }
-        if let Some(weight) = Tiled::new(&packed)? {
+        if let Some(weight) = Tiled::new(packed.view())? {
             return Ok(Linear::Tiled { weight, bias });
         }
         let arrays = || [&packed.weight, &packed.scales].into_iter().chain(&packed.biases);

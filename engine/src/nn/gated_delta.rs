@@ -25,7 +25,7 @@ use super::runs::{SHORT_ROWS, by_run};
 use super::{Outputs, RmsNorm, fused, scaled, silu};
 use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
-use crate::kernels::{self, GatedDeltaRows};
+use crate::kernels::{self, DeltaView, GatedDeltaRows, REWIND};
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
 /// is the paper's choice.
@@ -74,11 +74,9 @@ impl GatedDelta {
     /// An empty cache of this layer; activations are in `dtype`.
     pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
         let taps = i32::try_from(self.conv1d.len()).expect("a convolution has a few taps");
-        Recurrent::new(
-            &[1, self.value_heads, self.value_dim, self.key_dim],
-            &[1, taps - 1, self.channels()],
-            dtype,
-        )
+        let state = [1, self.value_heads, self.value_dim, self.key_dim];
+        let tail = [1, taps - 1, self.view().channels()];
+        Ok(Recurrent::new(&state, &tail, dtype)?.with_kernels(&REWIND))
     }
 
     /// Runs the rows `x` of all spans through convolution, delta rule, norm and gate: [1, R, H_v D_v].
@@ -96,22 +94,22 @@ impl GatedDelta {
 
     /// The projections one by one.
     pub fn parts(&self, x: &Outputs<4>) -> Result<Projected> {
-        let [qkv, z, b, a] = match x {
-            Outputs::Apart(parts) => parts.clone(),
-            Outputs::Joined(all) => {
-                let values = self.value_heads * self.value_dim;
-                let z = self.channels();
-                let b = z + values;
-                let parts = all.split_at_indices(&[z, b, b + self.value_heads], 2)?;
-                parts.try_into().expect("three places make four parts")
-            }
-        };
+        let [qkv, z, b, a] = self.view().parts(x)?;
         Ok(Projected { qkv, z, b, a })
     }
 
-    /// C
-    fn channels(&self) -> i32 {
-        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    /// The layer as kernels read it.
+    fn view(&self) -> DeltaView<'_> {
+        DeltaView {
+            conv1d: &self.conv1d,
+            a_log: &self.a_log,
+            dt_bias: &self.dt_bias,
+            norm: self.norm.view(),
+            key_heads: self.key_heads,
+            value_heads: self.value_heads,
+            key_dim: self.key_dim,
+            value_dim: self.value_dim,
+        }
     }
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
@@ -119,7 +117,7 @@ impl GatedDelta {
         let (states, tails): (Vec<&Element>, Vec<&Element>) =
             caches.iter().map(|cache| cache.state()).unzip();
         let record = caches.iter().any(|cache| cache.has_draft_mark());
-        let by_kernel = kernels::gated_delta(self, x, [&states, &tails], record)?;
+        let by_kernel = kernels::gated_delta(&self.view(), x, [&states, &tails], record)?;
         let GatedDeltaRows { y, state, tail, writes } = match by_kernel {
             Some(rows) => rows,
             None => {

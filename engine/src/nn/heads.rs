@@ -5,7 +5,7 @@ use mlx_rs::Array;
 use super::{Joined, Outputs, RmsNorm, Rope, Scores, attention, sigmoid_gated};
 use crate::cache::{Full, LayerCache, Span};
 use crate::error::Result;
-use crate::kernels::{self, Destination, HeadsRows};
+use crate::kernels::{self, Destination, HeadsRows, HeadsView};
 
 /// Heads of a layer, and what happens to them between projection and attention.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +70,21 @@ impl Heads<'_> {
         }
     }
 
-    /// Whether a kernel computes the whole: all spans have caches of all positions.
+    /// The heads as kernels read them.
+    pub fn view(&self) -> HeadsView<'_> {
+        let &Self { heads, kv_heads, head_dim, gated, q_norm, k_norm, rope } = self;
+        HeadsView {
+            heads,
+            kv_heads,
+            head_dim,
+            gated,
+            q_norm: q_norm.map(RmsNorm::view),
+            k_norm: k_norm.map(RmsNorm::view),
+            rotation: rope.map(Rope::view),
+        }
+    }
+
+    /// Returns true if a kernel computes the whole: all spans have caches of all positions.
     fn has_kernel(
         &self,
         projected: &Outputs<3>,
@@ -83,7 +97,7 @@ impl Heads<'_> {
             && scores.sinks.is_none()
             && self.heads % self.kv_heads == 0
             && spans.iter().all(is_full)
-            && kernels::has_heads(self, projected, spans)
+            && kernels::has_heads(&self.view(), projected, spans)
     }
 
     fn attend_by_kernel(
@@ -104,7 +118,7 @@ impl Heads<'_> {
             destinations.push(Destination { rows, position, buffers, after });
         }
         let HeadsRows { mixed, written_with } =
-            kernels::heads(self, projected, scale, &destinations)?;
+            kernels::heads(&self.view(), projected, scale, &destinations)?;
         for span in &mut *spans {
             let rows = span.rows;
             full(span, layer).wrote(rows, written_with.clone());

@@ -4,10 +4,11 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 
-use super::{Input, Linear, Packed};
+use super::{Linear, Packed};
 use crate::error::Result;
 use crate::kernels::cpu;
 use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::{Input, Outputs};
 
 /// N linear layers of the same input. On CUDA, quantized ones of one format are one matrix: a step is short, and
 /// each product costs a launch. On CPUs, products of one format are one operation.
@@ -17,15 +18,6 @@ pub struct Joined<const N: usize> {
     layers: Vec<Linear>,
     /// The first output of each layer but the first.
     starts: Vec<i32>,
-}
-
-/// The outputs of N layers.
-#[derive(Debug, Clone)]
-pub enum Outputs<const N: usize> {
-    /// Side by side in one array.
-    Joined(Array),
-    /// One array for each.
-    Apart([Array; N]),
 }
 
 impl<const N: usize> Joined<N> {
@@ -51,7 +43,7 @@ impl<const N: usize> Joined<N> {
             [joined] if N > 1 => return Ok(Outputs::Joined(joined.apply(x, None)?)),
             layers => std::array::from_fn(|i| &layers[i]),
         };
-        match cpu::products::<N>(layers, x, None)? {
+        match cpu::products::<N>(layers.map(Linear::matrix), x, None)? {
             Some(outputs) => Ok(Outputs::Apart(outputs)),
             None => {
                 let x = x.rows()?;
@@ -64,7 +56,7 @@ impl<const N: usize> Joined<N> {
     pub fn swiglu(&self, x: Input<'_>) -> Result<Option<Array>> {
         match &self.layers[..] {
             [Linear::Tiled { weight, bias: None }] if N == 2 => weight.swiglu(x),
-            [gate, up] => cpu::swiglu_product([gate, up], x),
+            [gate, up] => cpu::swiglu_product([gate.matrix(), up.matrix()], x),
             _ => Ok(None),
         }
     }
@@ -117,7 +109,7 @@ fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
     for layer in layers {
         packed.push(match layer {
             Linear::Quantized { weight, bias: None } => weight.clone(),
-            Linear::Tiled { weight, bias: None } => weight.packed()?,
+            Linear::Tiled { weight, bias: None } => Packed::from_tiled(weight)?,
             _ => return Ok(None),
         });
     }
@@ -141,7 +133,7 @@ fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
     let biases = all(packed.iter().map(|part| part.biases.as_ref()).collect())?;
     let (Some(weight), Some(scales)) = (weight, scales) else { return Ok(None) };
     let weight = Packed { weight, scales, biases, ..*first };
-    Ok(Some(match Tiled::new(&weight)? {
+    Ok(Some(match Tiled::new(weight.view())? {
         Some(weight) => Linear::Tiled { weight, bias: None },
         None => Linear::Quantized { weight, bias: None },
     }))

@@ -28,6 +28,7 @@ use super::runs::{SHORT_ROWS, by_run};
 use super::{fused, scaled, silu};
 use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
+use crate::kernels::REWIND;
 
 /// Rows in a chunk.
 const CHUNK: i32 = 16;
@@ -53,7 +54,8 @@ impl KimiDelta {
         let &Self { heads, head_dim, .. } = self;
         let taps = i32::try_from(self.conv1d.len()).expect("a convolution has a few taps");
         let channels = 3 * heads * head_dim;
-        Recurrent::new(&[1, heads, head_dim, head_dim], &[1, taps - 1, channels], dtype)
+        let (state, tail) = ([1, heads, head_dim, head_dim], [1, taps - 1, channels]);
+        Ok(Recurrent::new(&state, &tail, dtype)?.with_kernels(&REWIND))
     }
 
     /// Runs the rows of all spans through convolution and delta rule: [1, R, H D]. `layer` is their entry in each

@@ -3,29 +3,11 @@
 use mlx_rs::ops::{gather_mm, matmul};
 use mlx_rs::{Array, Dtype};
 
-use super::{Packed, RmsNorm};
+use super::{OwnKernel, Packed};
 use crate::error::Result;
+use crate::kernels::Input;
 use crate::kernels::cpu;
 use crate::kernels::cuda::Tiled;
-
-/// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
-#[derive(Debug, Clone, Copy)]
-pub enum Input<'a> {
-    /// As they are, [.., in].
-    Rows(&'a Array),
-    /// Normed, from [.., in].
-    Normed(&'a Array, &'a RmsNorm),
-}
-
-impl Input<'_> {
-    /// The rows, [.., in].
-    pub fn rows(self) -> Result<Array> {
-        match self {
-            Self::Rows(x) => Ok(x.clone()),
-            Self::Normed(x, norm) => norm.forward(x),
-        }
-    }
-}
 
 /// A matrix of floats [out, in], or a stack of them [E, out, in].
 #[derive(Debug, Clone)]
@@ -113,6 +95,20 @@ impl Linear {
         [leading, &self.shape()].concat()
     }
 
+    /// The matrix for kernels on CPUs, if they multiply with it.
+    pub fn matrix(&self) -> Option<cpu::Matrix<'_>> {
+        match self {
+            Self::Dense { weight: Dense { weight, dtype, own_kernel: true }, bias } => {
+                cpu::Matrix::dense(weight, bias.as_ref(), *dtype)
+            }
+            Self::Quantized { weight, bias } => {
+                let OwnKernel { activations, is_symmetric } = weight.own_kernel?;
+                cpu::Matrix::packed(weight.view(), bias.as_ref(), activations, is_symmetric)
+            }
+            _ => None,
+        }
+    }
+
     /// The matrix, or the stack of them, dequantized.
     pub fn dense(&self) -> Result<Array> {
         match self {
@@ -131,7 +127,7 @@ impl Linear {
     pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
         let product = match self {
             Self::Tiled { weight, bias: None } => weight.product(x, residual)?,
-            _ => cpu::products([self], x, residual)?.map(|[y]| y),
+            _ => cpu::products([self.matrix()], x, residual)?.map(|[y]| y),
         };
         if let Some(y) = product {
             return Ok(y);
@@ -176,7 +172,9 @@ pub struct Embedding(pub Linear);
 impl Embedding {
     /// Embeddings of the tokens `ids` [R] (u32), [1, R, D].
     pub fn forward(&self, ids: &Array) -> Result<Array> {
-        if let Some(rows) = cpu::embed(&self.0, ids)? {
+        if let Some(matrix) = self.0.matrix()
+            && let Some(rows) = cpu::embed(&matrix, ids)?
+        {
             return Ok(rows);
         }
         let rows = match &self.0 {
@@ -192,7 +190,7 @@ impl Embedding {
 mod tests {
     use super::*;
     use crate::kernels::cpu::Activations;
-    use crate::nn::{Mode, OwnKernel, Quantization};
+    use crate::nn::{Mode, Quantization};
     use mlx_rs::{Device, DeviceType, random};
 
     fn normal(seed: u64, shape: &[i32]) -> Array {

@@ -20,6 +20,7 @@ use super::runs::by_run;
 use super::{RmsNorm, silu, swiglu};
 use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
+use crate::kernels::REWIND;
 
 /// Weights and shape of the recurrent part of a Mamba-2 layer.
 #[derive(Debug, Clone)]
@@ -63,7 +64,8 @@ impl Mamba2 {
     pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
         let taps = i32::try_from(self.conv1d.len()).expect("a convolution has a few taps");
         let channels = self.heads * self.head_dim + 2 * self.groups * self.state;
-        Recurrent::new(&[1, self.heads, self.head_dim, self.state], &[1, taps - 1, channels], dtype)
+        let state = [1, self.heads, self.head_dim, self.state];
+        Ok(Recurrent::new(&state, &[1, taps - 1, channels], dtype)?.with_kernels(&REWIND))
     }
 
     /// Runs the rows of all spans through convolution and recurrence: `xbc` [1, R, H P + 2 G N] and `dt`

@@ -99,7 +99,7 @@ impl GatedMlp {
 
     /// `x + block(norm x)`; `x` [1, R, D], same shape back.
     fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
-        self.apply(Input::Normed(x, norm), Some(x))
+        self.apply(Input::Normed(x, norm.view()), Some(x))
     }
 
     fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {

@@ -26,17 +26,19 @@ pub use gated_delta::{
     delta_rule_short,
 };
 pub use heads::Heads;
-pub use joined::{Joined, Outputs};
+pub use joined::Joined;
 pub use kimi_delta::KimiDelta;
-pub use linear::{Dense, Embedding, Input, Linear};
+pub use linear::{Dense, Embedding, Linear};
 pub use mamba2::{GatedNorm, Mamba2};
 pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};
 pub use moe::{Experts, Groups, Mlp, Moe, Shared};
 pub use norm::{LayerNorm, RmsNorm};
-pub use packed::{DENSE_ROWS, Mode, OwnKernel, Packed, Quantization, from_fp8};
+pub use packed::{OwnKernel, Packed, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 pub use rows::{beside, joined_rows, pick_rows, rows_of, token_ids};
 pub use runs::by_run;
+
+pub use crate::kernels::{DENSE_ROWS, Input, Mode, Outputs, Quantization};
 
 use mlx_rs::Array;
 use mlx_rs::error::{AsSliceError, ConversionError, Exception};

@@ -10,9 +10,9 @@ use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
 use mlx_rs::ops::{argpartition_axis, argsort_axis, select, sigmoid, softmax_axis, sort_axis};
 use mlx_rs::{Array, Dtype};
 
-use super::{Block, Linear, RmsNorm, scaled};
+use super::{Block, Gate, GatedMlp, Input, Linear, RmsNorm, scaled};
 use crate::error::Result;
-use crate::kernels::cuda;
+use crate::kernels::{ExpertsView, SharedGate, cuda};
 
 /// Sorting does not pay for fewer choices.
 const SORTED_CHOICES: i32 = 64;
@@ -40,7 +40,7 @@ impl Mlp {
     pub fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
         match self {
             Self::Dense(mlp) => mlp.residual(x, norm),
-            Self::Sparse(moe) => match cuda::experts(moe, x, norm)? {
+            Self::Sparse(moe) => match moe.residual_by_kernel(x, norm)? {
                 Some(y) => Ok(y),
                 None => Ok(x.add(moe.forward(&norm.forward(x)?)?)?),
             },
@@ -102,6 +102,52 @@ impl Moe {
             Some(shared) => Ok(y.add(shared.forward(x)?)?),
             None => Ok(y),
         }
+    }
+
+    /// `x + moe(norm x)`; `None` if there is no kernel.
+    fn residual_by_kernel(&self, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
+        let Some(view) = self.view() else { return Ok(None) };
+        let router = |x: Input<'_>| self.gate.apply(x, None);
+        let expert = self.shared.as_ref().map(|shared| &shared.expert);
+        match expert {
+            Some(expert) => {
+                let shared = |x: Input<'_>| expert.forward_of(x);
+                cuda::experts(&view, x, norm.view(), &router, Some(&shared))
+            }
+            None => cuda::experts(&view, x, norm.view(), &router, None),
+        }
+    }
+
+    /// The block as kernels read it. `None` if they have another form.
+    fn view(&self) -> Option<ExpertsView<'_>> {
+        let Block::Gated(GatedMlp { gate: Gate::Silu, gate_up, down_proj }) = &self.experts.0
+        else {
+            return None;
+        };
+        let [gate_proj, up_proj] = gate_up.apart()?;
+        let stack = |linear| match linear {
+            &Linear::Quantized { ref weight, bias: None } => Some(weight.view()),
+            _ => None,
+        };
+        let gate = self.shared.as_ref().and_then(|shared| shared.gate.as_ref());
+        let shared_gate = match gate {
+            None => None,
+            Some(Linear::Dense { weight, bias: None }) => Some(SharedGate::Dense(&weight.weight)),
+            Some(Linear::Quantized { weight, bias: None }) => {
+                Some(SharedGate::Packed(weight.view()))
+            }
+            Some(_) => return None,
+        };
+        if self.groups.is_some() {
+            return None;
+        }
+        Some(ExpertsView {
+            stacks: [stack(gate_proj)?, stack(up_proj)?, stack(down_proj)?],
+            shared_gate,
+            top_k: self.top_k,
+            norm_topk_prob: self.norm_topk_prob,
+            scale: self.scale,
+        })
     }
 
     /// The experts of each row of `x` [1, R, D], [1, R, K] (u32), and their shares, [1, R, K].

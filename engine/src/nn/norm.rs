@@ -4,7 +4,7 @@
 use mlx_rs::{Array, fast};
 
 use crate::error::Result;
-use crate::kernels::cpu;
+use crate::kernels::NormView;
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis, statistics in f32.
 #[derive(Debug, Clone)]
@@ -18,10 +18,12 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// `x` [.., D], same shape and dtype back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        match cpu::rms_norm(x, self) {
-            Some(y) => y,
-            None => Ok(fast::rms_norm(x, Some(&self.weight), self.eps)?),
-        }
+        self.view().forward(x)
+    }
+
+    /// The norm as kernels read it.
+    pub fn view(&self) -> NormView<'_> {
+        NormView { weight: &self.weight, eps: self.eps }
     }
 }
 

@@ -9,69 +9,14 @@
 
 #![allow(unsafe_code, reason = "calls mlx-c for quantization modes that mlx-rs lacks")]
 
-use std::ffi::CStr;
-
 use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
-use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::kernels::cpu::Activations;
-use crate::kernels::cuda;
-
-/// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
-/// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
-/// (H200).
-pub const DENSE_ROWS: i32 = 128;
-
-/// Encoding of the packed numbers.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Mode {
-    /// Integers of 2 to 8 bits with a scale and a bias for each group.
-    #[default]
-    Affine,
-    /// 4-bit floats (E2M1) with a power of two for each 32.
-    Mxfp4,
-    /// 4-bit floats (E2M1) with an 8-bit float (E4M3) for each 16.
-    Nvfp4,
-    /// 8-bit floats (E4M3) with a power of two for each 32.
-    Mxfp8,
-}
-
-impl Mode {
-    fn name(self) -> &'static CStr {
-        match self {
-            Self::Affine => c"affine",
-            Self::Mxfp4 => c"mxfp4",
-            Self::Nvfp4 => c"nvfp4",
-            Self::Mxfp8 => c"mxfp8",
-        }
-    }
-
-    /// Group size and bits if a checkpoint does not state them: MLX's defaults for affine, the only
-    /// valid values for the others.
-    pub fn defaults(self) -> (i32, i32) {
-        match self {
-            Self::Affine => (64, 4),
-            Self::Mxfp4 => (32, 4),
-            Self::Nvfp4 => (16, 4),
-            Self::Mxfp8 => (32, 8),
-        }
-    }
-}
-
-/// How a matrix is quantized.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Quantization {
-    /// Inputs that share a scale.
-    pub group_size: i32,
-    /// Bits of an element.
-    pub bits: i32,
-    /// Encoding of an element.
-    pub mode: Mode,
-}
+use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::{DENSE_ROWS, Mode, PackedView, Quantization};
 
 /// A quantized matrix [out, in], or a stack of them [E, out, in].
 #[derive(Debug, Clone)]
@@ -101,6 +46,30 @@ pub struct OwnKernel {
 }
 
 impl Packed {
+    /// A matrix in MLX's order from one in that of our own kernel for CUDA.
+    pub fn from_tiled(tiled: &Tiled) -> Result<Self> {
+        let [weight, scales, biases] = tiled.packed()?;
+        Ok(Self {
+            weight,
+            scales,
+            biases: Some(biases),
+            quantization: Tiled::QUANTIZATION,
+            dtype: Tiled::DTYPE,
+            own_kernel: None,
+        })
+    }
+
+    /// The matrix as kernels read it.
+    pub fn view(&self) -> PackedView<'_> {
+        PackedView {
+            words: &self.weight,
+            scales: &self.scales,
+            biases: self.biases.as_ref(),
+            quantization: self.quantization,
+            dtype: self.dtype,
+        }
+    }
+
     /// `x` [.., in] times the transposed matrix by MLX, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
         // Dense products of f32 are rounded to TF32.

@@ -11,12 +11,12 @@
 use std::cell::OnceCell;
 use std::f64::consts::TAU;
 
-use mlx_rs::ops::{arange, exp};
 use mlx_rs::{Array, fast};
 use serde::Deserialize;
 
 use crate::cache::Span;
 use crate::error::Result;
+use crate::kernels::RotationView;
 
 /// Rotates queries and keys by their position.
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub struct Rope {
     wavelengths: Option<Array>,
     /// f32 [D]: factors of a head's dimensions before the rotation, if not all are 1.
     magnitudes: Option<Array>,
-    /// See [`Rope::frequencies`].
+    /// See [`RotationView::frequencies`].
     frequencies: OnceCell<Array>,
 }
 
@@ -49,46 +49,16 @@ impl Rope {
         }
     }
 
-    /// Whether dimension `i` is paired with `i + dims / 2`, and nothing else changes.
-    pub fn has_plain_halves(&self) -> bool {
-        !self.traditional && self.magnitudes.is_none()
-    }
-
-    /// Rotated dimensions of a head.
-    pub fn dims(&self) -> i32 {
-        self.dims
-    }
-
-    /// Base of the frequencies.
-    pub fn theta(&self) -> f32 {
-        self.theta
-    }
-
-    /// Factor of positions.
-    pub fn scale(&self) -> f32 {
-        self.scale
-    }
-
-    /// f32 [dims / 2]: positions per radian, if they are not the powers of the base.
-    pub fn wavelengths(&self) -> Option<&Array> {
-        self.wavelengths.as_ref()
-    }
-
-    /// f32 [dims / 2]: radians a position, rounded as MLX does in its rotation.
-    pub fn frequencies(&self) -> Result<&Array> {
-        if self.frequencies.get().is_none() {
-            let frequencies = match &self.wavelengths {
-                Some(wavelengths) => wavelengths.reciprocal()?,
-                None => {
-                    let half = self.dims / 2;
-                    let step = Array::from_f32(self.theta.ln() / half as f32);
-                    exp(arange::<_, f32>(0, -half, -1)?.multiply(step)?)?
-                }
-            };
-            // Set by this thread only.
-            let _ = self.frequencies.set(frequencies);
+    /// The rotation as kernels read it.
+    pub fn view(&self) -> RotationView<'_> {
+        RotationView {
+            dims: self.dims,
+            theta: self.theta,
+            scale: self.scale,
+            wavelengths: self.wavelengths.as_ref(),
+            has_plain_halves: !self.traditional && self.magnitudes.is_none(),
+            frequencies: &self.frequencies,
         }
-        Ok(self.frequencies.get().expect("just set"))
     }
 
     /// Rotates the rows `x` [1, R, H, D] of `spans`, each by its own position; same shape back.

@@ -9,7 +9,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 
 use crate::cache::{LayerCache, Recurrent, Span};
 use crate::error::Result;
-use crate::kernels::cpu::reshape;
+use crate::lazy::reshape;
 
 /// Spans up to this long are stacked, and use the short form of a recurrence. The chunked form costs the same
 /// for 1 and 64 rows.

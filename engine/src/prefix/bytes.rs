@@ -4,7 +4,7 @@ use mlx_rs::ops::{concatenate, dequantize, quantize, zeros};
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{Error, Result, catch_panic};
-use crate::kernels::cpu::queue;
+use crate::lazy::submit;
 use crate::store::{Key, Layout, PartKind, QueuedPart, Tensor};
 
 /// Element types that are stored, by safetensors' names, with their size in bytes.
@@ -82,7 +82,7 @@ pub fn to_part(place: (Key, PartKind, usize), arrays: &[Array]) -> Result<Queued
         return Ok(QueuedPart::later(place, layouts, || Ok(Vec::new())));
     }
     let bytes = joined_bytes(arrays, layouts.iter().all(|layout| layout.bytes % 8 == 0))?;
-    queue([&bytes])?;
+    submit([&bytes])?;
     // Only one thread reads an array at a time.
     Ok(QueuedPart::later(place, layouts, move || {
         let read = || Ok(bytes.try_as_slice::<u8>().map_err(Error::from)?.to_vec());

@@ -3,6 +3,8 @@
 //! A model with recurrent layers saves tens of megabytes for any prefix, however short. A GPU computes some
 //! hundred tokens in the time in which a disk reads that.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::time::Duration;
 
 /// Bytes that are read in a few milliseconds on any disk: state of this size is always saved and read.
@@ -14,9 +16,13 @@ const PATIENCE: f32 = 2.0;
 /// Weight of the newest read.
 const NEWEST: f32 = 0.2;
 
-/// Seconds that computing and reading take on this machine.
+/// Seconds that computing and reading take on this machine. Copies share the numbers: the prefix cache learns from reads, and
+/// the engine sets what computing costs.
+#[derive(Debug, Clone)]
+pub struct ReadCosts(Rc<Cell<Seconds>>);
+
 #[derive(Debug, Clone, Copy)]
-pub struct ReadCosts {
+struct Seconds {
     compute: ComputeCosts,
     /// Reading a byte.
     byte: f32,
@@ -52,26 +58,29 @@ pub fn is_small(bytes: u64) -> bool {
 impl Default for ReadCosts {
     fn default() -> Self {
         // 1 GB/s: a common solid-state disk, with the check of what was read.
-        Self { compute: ComputeCosts::UNKNOWN, byte: 1e-9 }
+        Self(Rc::new(Cell::new(Seconds { compute: ComputeCosts::UNKNOWN, byte: 1e-9 })))
     }
 }
 
 impl ReadCosts {
     /// Sets how long computing takes.
-    pub fn set_compute(&mut self, costs: ComputeCosts) {
-        self.compute = costs;
+    pub fn set_compute(&self, costs: ComputeCosts) {
+        self.0.set(Seconds { compute: costs, ..self.0.get() });
     }
 
     /// Learns from a read.
-    pub fn learn(&mut self, bytes: u64, elapsed: Duration) {
+    pub fn learn(&self, bytes: u64, elapsed: Duration) {
         if !is_small(bytes) {
-            self.byte += NEWEST * (elapsed.as_secs_f32() / bytes as f32 - self.byte);
+            let Seconds { compute, byte } = self.0.get();
+            let byte = byte + NEWEST * (elapsed.as_secs_f32() / bytes as f32 - byte);
+            self.0.set(Seconds { compute, byte });
         }
     }
 
-    /// Whether reading `bytes` is better than computing `tokens`, at least one.
+    /// Returns true if reading `bytes` is better than computing `tokens`, at least one.
     pub fn favours_reading(&self, bytes: u64, tokens: usize) -> bool {
-        is_small(bytes) || bytes as f32 * self.byte <= PATIENCE * self.compute.of(tokens)
+        let Seconds { compute, byte } = self.0.get();
+        is_small(bytes) || bytes as f32 * byte <= PATIENCE * compute.of(tokens)
     }
 }
 
@@ -81,7 +90,7 @@ mod tests {
 
     #[test]
     fn long_prefixes_are_read_and_short_ones_computed() {
-        let mut costs = ReadCosts::default();
+        let costs = ReadCosts::default();
         assert!(costs.favours_reading(1 << 30, 1));
         let compute = |token, pass| ComputeCosts { token, pass, pass_tokens: 512 };
         // 10,000 tokens a second, and 50 MB whatever the length.
@@ -100,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_slow_disk_is_noticed() {
-        let mut costs = ReadCosts::default();
+        let costs = ReadCosts::default();
         costs.set_compute(ComputeCosts { token: 1e-4, pass: 0.0, pass_tokens: 512 });
         (0..20).for_each(|_| costs.learn(50_000_000, Duration::from_secs(1)));
         assert!(!costs.favours_reading(50_000_000, 3000));

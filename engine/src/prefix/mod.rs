@@ -19,8 +19,7 @@ use std::time::Instant;
 use mlx_rs::Array;
 
 use self::bytes::KvFormat;
-pub use self::cost::ComputeCosts;
-use self::cost::ReadCosts;
+pub use self::cost::{ComputeCosts, ReadCosts};
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::shared::SHORTEST as SHORTEST_SHARED;
 use self::shared::SharedPrefixes;
@@ -152,9 +151,9 @@ impl Prefixes {
         Self { clock, ..self }
     }
 
-    /// Sets how long computing a prompt takes. State on disk is written and read if reading it is faster.
-    pub fn set_compute_costs(&mut self, costs: ComputeCosts) {
-        self.read_costs.set_compute(costs);
+    /// What decides whether state on disk is written and read: if reading it is faster than computing it.
+    pub fn read_costs(&self) -> ReadCosts {
+        self.read_costs.clone()
     }
 
     /// Reports from any thread.

@@ -17,6 +17,7 @@ use super::logprobs::Logprobs;
 use super::rows::{Row, sample, sample_with_margins, within};
 use crate::error::Result;
 use crate::kernels::cpu;
+use crate::lazy;
 use crate::nn::token_ids;
 
 /// The tokens sampled after the rows of a pass.
@@ -57,7 +58,7 @@ impl Logits {
     fn on_host(&self) -> Result<Option<&[f32]>> {
         let is_there = cpu::is_enabled()
             && self.array.dtype() == Dtype::Float32
-            && cpu::is_available(&self.array);
+            && lazy::is_available(&self.array);
         Ok(is_there.then(|| self.array.try_as_slice::<f32>()).transpose()?)
     }
 }

@@ -6,10 +6,11 @@
 
 use std::time::Instant;
 
-use crate::decode::Decoder;
-use crate::error::{Error, RequestError, catch_panic};
+use super::Schedule;
+use super::saved::SavedState;
+use crate::error::{Error, RequestError};
 use crate::job::fail_all;
-use crate::prefix::{Retention, SHORTEST_SHARED};
+use crate::prefix::Retention;
 use crate::sequence::Sequence;
 use crate::sequence::prepare::Prepared;
 
@@ -33,109 +34,75 @@ impl AwaitingPrefix {
     }
 }
 
-impl Decoder {
-    /// Lets a request wait for the first `tokens` tokens of the sequence at `at`.
-    pub(crate) fn await_prefix(&mut self, prepared: Prepared, at: usize, tokens: usize) {
+impl Schedule {
+    /// Lets a request wait for the first `tokens` tokens of the running sequence at `at`.
+    pub fn await_prefix(&mut self, prepared: Prepared, at: usize, tokens: usize) {
         let since = self.queue.stamp();
-        let sequence = &mut self.sequences[at];
+        let sequence = &mut self.running[at];
         sequence.save_at(tokens);
         let computed_by = sequence.number;
-        self.awaiting_prefix.push(AwaitingPrefix { prepared, since, computed_by, tokens });
+        self.awaiting.push(AwaitingPrefix { prepared, since, computed_by, tokens });
     }
 
     /// Indices of the requests whose prefix is computed no longer: they may start.
-    pub(crate) fn due_requests(&self) -> impl Iterator<Item = usize> {
-        let is_due = |waiting: &AwaitingPrefix| !self.sequences.iter().any(|s| s.computes(waiting));
-        let waiting = self.awaiting_prefix.iter().enumerate();
+    pub fn due_requests(&self) -> impl Iterator<Item = usize> {
+        let is_due = |waiting: &AwaitingPrefix| !self.running.iter().any(|s| s.computes(waiting));
+        let waiting = self.awaiting.iter().enumerate();
         waiting.filter(move |(_, waiting)| is_due(waiting)).map(|(at, _)| at)
     }
 
     /// Lets the requests that may start share the KV of sequences that have computed their prefixes.
-    pub(crate) fn share_computed_prefixes(&mut self) {
+    pub fn share_computed_prefixes(&mut self, saved: &mut SavedState) {
         for at in self.due_requests().collect::<Vec<_>>() {
-            self.share_computed(at);
+            let waiting = &self.awaiting[at];
+            let has_computed = |s: &&mut Sequence| {
+                s.number == waiting.computed_by && s.cache.position >= waiting.tokens
+            };
+            if let Some(sequence) = self.running.iter_mut().find(has_computed) {
+                saved.share_prefix(sequence);
+            }
         }
     }
 
     /// The sequence that will have computed most of the prompt that is not known yet, if that is worth waiting for, and the
     /// number of tokens.
-    pub(crate) fn computing_prefix_of(&self, prepared: &Prepared) -> Option<(usize, usize)> {
+    pub fn computing_prefix_of(
+        &self,
+        prepared: &Prepared,
+        saved: &SavedState,
+    ) -> Option<(usize, usize)> {
         if prepared.request.needs_whole_prompt() {
             return None;
         }
         let common =
             |(at, sequence): (usize, &Sequence)| Some((at, sequence.will_save(&prepared.prompt)?));
         let (at, tokens) =
-            self.sequences.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
-        // Before the store is asked, which takes longer.
-        if tokens < self.store_min_tokens.max(SHORTEST_SHARED) {
-            return None;
-        }
-        let known = self.prefixes.known_tokens(&prepared.prompt);
-        let is_worth = tokens >= known + SHORTEST_SHARED
-            && self.prefixes.will_know(
-                &self.sequences[at].cache,
-                tokens,
-                self.memory.float_bytes(),
-            );
+            self.running.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
+        let is_worth = saved.is_worth_awaiting(&prepared.prompt, &self.running[at].cache, tokens);
         is_worth.then_some((at, tokens))
     }
 
-    /// Lets the request at `at` share the KV of the sequence that has computed its prefix.
-    fn share_computed(&mut self, at: usize) {
-        let waiting = &self.awaiting_prefix[at];
-        let has_computed =
-            |s: &Sequence| s.number == waiting.computed_by && s.cache.position >= waiting.tokens;
-        if let Some(index) = self.sequences.iter().position(has_computed) {
-            let mut sequence = self.sequences.remove(index);
-            self.share_prefix(&mut sequence);
-            self.sequences.insert(index, sequence);
-        }
-    }
-
-    /// Lets other requests share the KV of the tokens of the prompt that have run. A failure costs memory, nothing else.
-    pub(crate) fn share_prefix(&mut self, sequence: &mut Sequence) {
-        let position = sequence.cache.position;
-        if position > sequence.prompt {
-            // It holds what may be rewound. A further choice shares the rows of the first.
-            return;
-        }
-        // If it shares some already, all rows are copied.
-        let is_copied = sequence.cache.shared_count() > 0;
-        let copied = sequence.cache.shareable_bytes(position, self.memory.float_bytes());
-        if !self.prefixes.will_share(&sequence.cache, position)
-            || is_copied && self.make_room(copied).is_err()
-        {
-            return;
-        }
-        let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
-        if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
-            let (id, span) = (&sequence.request.id, &sequence.request.span);
-            span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
-        }
-    }
-
     /// Rows until the first position of the prompt of `sequence` that a request waits for; `None` if none does.
-    pub(crate) fn awaited_rows(&self, sequence: &Sequence) -> Option<usize> {
-        let awaited = self.awaiting_prefix.iter().filter(|waiting| sequence.computes(waiting));
+    pub fn awaited_rows(&self, sequence: &Sequence) -> Option<usize> {
+        let awaited = self.awaiting.iter().filter(|waiting| sequence.computes(waiting));
         awaited.map(|waiting| waiting.tokens - sequence.cache.position).min()
     }
 
     /// Ends the waiting requests whose client has disconnected or whose deadline has passed.
-    pub(crate) fn end_unwanted_awaiting(&mut self) {
-        self.awaiting_prefix.retain(|waiting| !waiting.prepared.events.is_closed());
+    pub fn end_unwanted_awaiting(&mut self) {
+        self.awaiting.retain(|waiting| !waiting.prepared.events.is_closed());
         let now = Instant::now();
         let is_late = |waiting: &mut AwaitingPrefix| {
             waiting.prepared.request.deadline.is_some_and(|deadline| now >= deadline)
         };
-        for late in self.awaiting_prefix.extract_if(.., is_late).collect::<Vec<_>>() {
+        for late in self.awaiting.extract_if(.., is_late).collect::<Vec<_>>() {
             late.fail(RequestError::Deadline { stage: "waiting" }.into());
         }
     }
 
     /// Ends all waiting requests: the engine stops.
-    pub(crate) fn stop_awaiting(&mut self) {
-        self.awaiting_prefix.drain(..).for_each(|waiting| waiting.fail(Error::Stopped));
+    pub fn stop_awaiting(&mut self) {
+        self.awaiting.drain(..).for_each(|waiting| waiting.fail(Error::Stopped));
     }
 }
 

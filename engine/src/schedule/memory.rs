@@ -55,7 +55,7 @@ pub const REPLY_TOKENS: usize = 1024;
 /// Rows by which caches grow, and which they hold beyond those that are filled.
 const STEP: usize = crate::cache::STEP as usize;
 
-/// The limit, and the bytes that passes take.
+/// The limit on arrays, and the bytes that caches and samples take.
 pub struct Memory {
     limit: u64,
     /// Bytes of an activation.
@@ -64,8 +64,7 @@ pub struct Memory {
     sampling: u64,
     /// Bytes of the recurrent state of a cache.
     state: u64,
-    pass: PassBytes,
-    pub(crate) on_gpu: bool,
+    on_gpu: bool,
 }
 
 /// Bytes of a pass besides weights and caches: `fixed`, and for each sequence `rows * (per_row +
@@ -95,8 +94,18 @@ impl PassBytes {
         (rows as f64 * (self.per_row + self.per_position * length as f64)) as u64
     }
 
+    /// Bytes of the longest pass of a prompt of `tokens` tokens that runs in chunks of `chunk`.
+    pub fn of_prompt(&self, tokens: usize, chunk: usize) -> u64 {
+        self.of(chunk.min(tokens), tokens)
+    }
+
     fn of(&self, rows: usize, length: usize) -> u64 {
         self.fixed as u64 + self.of_rows(rows, length)
+    }
+
+    /// Bytes of a pass over `rows` rows of a cache that has `length` then, beside other rows.
+    pub fn of_chunk(&self, rows: usize, length: usize) -> u64 {
+        self.of_rows(rows, length)
     }
 
     /// Learns from a pass that took `unexpected` bytes more than expected. They are due to the lengths of its caches, or
@@ -107,6 +116,17 @@ impl PassBytes {
         let due_to_length = positions / (positions + (rows * LONG) as f64);
         self.per_position += due_to_length * unexpected / positions;
         self.fixed += (1.0 - due_to_length) * unexpected;
+    }
+
+    /// Learns from a step that was expected to take `expected` and has been evaluated.
+    pub fn learn_step(&mut self, before: &Before, expected: Expected) -> Result<()> {
+        let taken = (peak_memory()? as u64).saturating_sub(before.0);
+        let unexpected = taken.saturating_sub(expected.bytes);
+        if unexpected > 0 {
+            self.learn(unexpected, expected.rows, expected.positions);
+            tracing::debug!(unexpected, ?expected, pass = ?self, "a pass took more memory than expected");
+        }
+        Ok(())
     }
 }
 
@@ -174,15 +194,20 @@ impl Memory {
     pub fn unlimited(dtype: Dtype, vocabulary: i32, on_gpu: bool) -> Self {
         let size = if dtype == Dtype::Float32 { 4 } else { 2 };
         let sampling = SAMPLING_ARRAYS * 4 * u64::try_from(vocabulary).unwrap_or(0);
-        Self { limit: u64::MAX, size, sampling, state: 0, pass: PassBytes::default(), on_gpu }
+        Self { limit: u64::MAX, size, sampling, state: 0, on_gpu }
     }
 
-    /// Sets the limit, which MLX takes for its own as well: it keeps freed buffers of a GPU for reuse up to that. A pass takes
-    /// `pass`, a cache grows from `empty`.
-    pub fn set_limit(&mut self, limit: u64, empty: &Cache, pass: PassBytes) -> Result<()> {
+    /// Sets the limit, which MLX takes for its own as well: it keeps freed buffers of a GPU for reuse up to that. A
+    /// cache grows from `empty`.
+    pub fn set_limit(&mut self, limit: u64, empty: &Cache) -> Result<()> {
         set_memory_limit(usize::try_from(limit).unwrap_or(usize::MAX))?;
-        (self.limit, self.state, self.pass) = (limit, empty.bytes(0, self.size), pass);
+        (self.limit, self.state) = (limit, empty.bytes(0, self.size));
         Ok(())
+    }
+
+    /// Returns true if arrays are in the memory of a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.on_gpu
     }
 
     /// Bytes of a float of caches.
@@ -195,14 +220,18 @@ impl Memory {
         Ok(self.limit.saturating_sub(active()?))
     }
 
-    /// Bytes that a prompt of `tokens` tokens takes when it runs in chunks of `chunk`, besides its first `shared` rows.
-    pub fn of_prompt(&self, empty: &Cache, shared: usize, tokens: usize, chunk: usize) -> u64 {
+    /// Bytes of the cache of a prompt of `tokens` tokens, besides its first `shared` rows.
+    pub fn of_prompt(&self, empty: &Cache, shared: usize, tokens: usize) -> u64 {
         let cache = empty.bytes(tokens + STEP, self.size);
-        cache - empty.shareable_bytes(shared, self.size) + self.pass.of(chunk.min(tokens), tokens)
+        cache - empty.shareable_bytes(shared, self.size)
     }
 
     /// Bytes that a pass takes which runs the given number of rows of each cache.
-    pub fn of_step<'a>(&self, spans: impl IntoIterator<Item = (&'a Cache, usize)>) -> u64 {
+    pub fn of_step<'a>(
+        &self,
+        bytes: &PassBytes,
+        spans: impl IntoIterator<Item = (&'a Cache, usize)>,
+    ) -> u64 {
         let of = |(cache, rows): (&Cache, usize)| {
             let length = cache.position + rows;
             let grows = cache.capacity_at(length) > cache.capacity_at(cache.position);
@@ -215,9 +244,9 @@ impl Memory {
                 false => 0,
             };
             // A pass makes a new state beside the old one, which a check of near-ties keeps.
-            grown + joined + self.state + sampled + self.pass.of_rows(rows, length)
+            grown + joined + self.state + sampled + bytes.of_rows(rows, length)
         };
-        self.pass.fixed as u64 + spans.into_iter().map(of).sum::<u64>()
+        bytes.fixed as u64 + spans.into_iter().map(of).sum::<u64>()
     }
 
     /// Bytes that `cache` takes more when it has grown to `length` rows, and while it grows.
@@ -231,11 +260,6 @@ impl Memory {
         let then = cache.bytes(length + STEP, self.size).saturating_sub(shared);
         // A layer that grows is copied; two may be copied at a time.
         then.saturating_sub(self.of_cache(cache)) + 2 * then / cache.layers.len().max(1) as u64
-    }
-
-    /// Bytes of a pass over `rows` rows of a cache that has `length` then, beside other rows.
-    pub fn of_chunk(&self, rows: usize, length: usize) -> u64 {
-        self.pass.of_rows(rows, length)
     }
 
     /// Bytes that `cache` takes now, besides shared rows.
@@ -253,22 +277,15 @@ impl Memory {
     }
 
     /// [`Memory::of_step`], to learn from.
-    pub fn expect<'a>(&self, spans: impl Iterator<Item = (&'a Cache, usize)> + Clone) -> Expected {
+    pub fn expect<'a>(
+        &self,
+        bytes: &PassBytes,
+        spans: impl Iterator<Item = (&'a Cache, usize)> + Clone,
+    ) -> Expected {
         let positions = |(cache, rows): (&Cache, usize)| rows * (cache.position + rows);
         let rows = spans.clone().map(|(_, rows)| rows).sum();
         let positions = spans.clone().map(positions).sum();
-        Expected { rows, positions, bytes: self.of_step(spans) }
-    }
-
-    /// Learns from a step that was expected to take `expected` and has been evaluated.
-    pub fn learn(&mut self, before: &Before, expected: Expected) -> Result<()> {
-        let taken = (peak_memory()? as u64).saturating_sub(before.0);
-        let unexpected = taken.saturating_sub(expected.bytes);
-        if unexpected > 0 {
-            self.pass.learn(unexpected, expected.rows, expected.positions);
-            tracing::debug!(unexpected, ?expected, pass = ?self.pass, "a pass took more memory than expected");
-        }
-        Ok(())
+        Expected { rows, positions, bytes: self.of_step(bytes, spans) }
     }
 
     /// Checks that `needed` bytes are free.

@@ -23,9 +23,7 @@ use std::collections::BTreeMap;
 
 use super::plan::{self, Candidate as Victim};
 use super::queue::{Candidate, Claim, Decision, Next};
-use crate::decode::Decoder;
-use crate::error::catch_panic;
-use crate::prefix::Retention;
+use super::{Resources, Schedule};
 use crate::request::Request;
 use crate::sequence::Sequence;
 use crate::sequence::prepare::Prepared;
@@ -54,42 +52,31 @@ impl Counts<'_> {
     }
 }
 
-impl Decoder {
-    /// Starts and resumes requests while there is room, in the turns of their profiles.
-    pub(crate) fn start_requests(&mut self) {
-        loop {
-            self.share_computed_prefixes();
-            let (next, owing) = self.next_turn();
-            match next {
-                Next::Start(prepared) => match self.computing_prefix_of(&prepared) {
-                    Some((at, tokens)) => self.await_prefix(*prepared, at, tokens),
-                    None => self.start_request(*prepared),
-                },
-                Next::Resume(claim) => self.start_claim(claim),
-                Next::MakeRoom => match owing.and_then(|profile| self.victim_of(&profile)) {
-                    Some(victim) => self.displace(victim),
-                    None => return,
-                },
-                Next::Nothing | Next::End => return,
-            }
-        }
-    }
+/// What has a turn.
+pub enum Claimed {
+    /// A preempted sequence, which resumes.
+    Preempted(Sequence),
+    /// A request whose prefix is computed no longer, which starts.
+    Due(Prepared),
+}
 
+impl Schedule {
     /// The next turn, and the profile that makes room for it.
-    fn next_turn(&self) -> (Next, Option<String>) {
+    pub fn next_turn(&self, resources: Resources<'_>) -> (Next, Option<String>) {
         let counts = self.counts();
         let preempted = self.preempted.iter().map(|s| (s.request.profile.as_str(), s.since));
-        let due = self.due_requests().map(|at| &self.awaiting_prefix[at]);
+        let due = self.due_requests().map(|at| &self.awaiting[at]);
         let due = due.map(|waiting| (waiting.prepared.request.profile.as_str(), waiting.since));
         let claims = preempted.chain(due).map(|(profile, since)| Claim { profile, since });
         let claims: Vec<Claim<'_>> = claims.collect();
-        let (has_slot, mut is_blocked, mut owing) = (self.has_slot(), false, None);
+        let has_slot = self.has_slot(resources.finishing);
+        let (mut is_blocked, mut owing) = (false, None);
         let running = |profile: &str| counts.of(profile).running;
         let next = self.queue.next(&claims, running, |candidate| {
             if is_blocked || !self.may_run(candidate, &counts) {
                 return Decision::Wait;
             }
-            if has_slot && self.has_memory_for(candidate) {
+            if has_slot && self.has_memory_for(candidate, resources) {
                 return Decision::Start;
             }
             is_blocked = true;
@@ -99,14 +86,21 @@ impl Decoder {
         (next, owing)
     }
 
-    /// Whether the limits on sequences and on instances of policies let it run.
+    /// Returns true if another sequence may run. Those whose `on-finish` is being called count, but one may always run:
+    /// the loop must not spin while threads finish others.
+    fn has_slot(&self, finishing: usize) -> bool {
+        let running = self.running.len();
+        running == 0 || running + finishing < self.max_running
+    }
+
+    /// Returns true if the limits on sequences and on instances of policies let it run.
     fn may_run(&self, candidate: Candidate<'_>, counts: &Counts<'_>) -> bool {
         let Request { profile, running_limit, .. } = self.request_of(candidate);
         let Count { running, awaiting } = counts.of(profile);
         let is_new = matches!(candidate, Candidate::Ready(_));
         let own = running + if is_new { awaiting } else { 0 };
         // Requests behind a prefix hold instances of their policies, as those that run.
-        let held = self.sequences.len() + self.awaiting_prefix.len();
+        let held = self.running.len() + self.awaiting.len();
         let may_hold = !is_new || own == 0 || held < self.max_running;
         may_hold && (*running_limit == 0 || own < *running_limit)
     }
@@ -121,12 +115,12 @@ impl Decoder {
         }
     }
 
-    fn has_memory_for(&self, candidate: Candidate<'_>) -> bool {
+    fn has_memory_for(&self, candidate: Candidate<'_>, resources: Resources<'_>) -> bool {
         match candidate {
-            Candidate::Ready(prepared) => self.has_room_for(prepared),
+            Candidate::Ready(prepared) => self.has_room_for(prepared, resources),
             Candidate::Claim(claim) => match self.preempted.get(claim) {
-                Some(sequence) => self.has_room_to_resume(sequence),
-                None => self.has_room_for(self.due_request(claim)),
+                Some(sequence) => self.has_room_to_resume(sequence, resources),
+                None => self.has_room_for(self.due_request(claim), resources),
             },
         }
     }
@@ -134,91 +128,74 @@ impl Decoder {
     /// The request behind a prefix with this number among the claims.
     fn due_request(&self, claim: usize) -> &Prepared {
         let at = self.due_requests().nth(claim - self.preempted.len());
-        &self.awaiting_prefix[at.expect("a claim is a preempted sequence or a due request")]
-            .prepared
+        &self.awaiting[at.expect("a claim is a preempted sequence or a due request")].prepared
     }
 
-    fn start_claim(&mut self, claim: usize) {
+    /// Takes the claim that has a turn.
+    pub fn take_claim(&mut self, claim: usize) -> Claimed {
         let since = self.queue.stamp();
-        let body = match self.preempted.remove(claim) {
-            Some(sequence) => {
-                let body = sequence.body;
-                self.resume(sequence);
-                body
-            }
+        let (body, claimed) = match self.preempted.remove(claim) {
+            Some(sequence) => (sequence.body, Claimed::Preempted(sequence)),
             None => {
                 let at = self.due_requests().nth(claim - self.preempted.len());
                 let at = at.expect("a claim is a preempted sequence or a due request");
-                let prepared = self.awaiting_prefix.remove(at).prepared;
-                let body = prepared.body;
-                self.start_request(prepared);
-                body
+                let prepared = self.awaiting.remove(at).prepared;
+                (prepared.body, Claimed::Due(prepared))
             }
         };
-        // The rest of the body goes behind what waits. One that was preempted for memory stays first.
+        // The rest of the body waits behind all others. A sequence that was preempted for memory stays first.
         for sequence in self.preempted.iter_mut().filter(|s| s.body == body && s.since > 0) {
             sequence.since = since;
         }
+        claimed
     }
 
     fn counts(&self) -> Counts<'_> {
         let mut counts = Counts::default();
-        for sequence in &self.sequences {
+        for sequence in &self.running {
             counts.0.entry(&sequence.request.profile).or_default().running += 1;
         }
-        for waiting in &self.awaiting_prefix {
+        for waiting in &self.awaiting {
             counts.0.entry(&waiting.prepared.request.profile).or_default().awaiting += 1;
         }
         counts
     }
 
-    /// Whether a choice of this request may start without waiting for its turn: nobody waits, or there is a slot
+    /// Returns true if a choice of this request may start without waiting for its turn: nobody waits, or there is a slot
     /// for everybody who does.
-    pub(crate) fn may_start_choice(&self, choice: &Prepared) -> bool {
+    pub fn may_start_choice(&self, choice: &Prepared, resources: Resources<'_>) -> bool {
         let limit = choice.request.running_limit;
-        let taken = self.sequences.len() + self.hook_threads.finishing() + self.queue.waiting();
+        let taken = self.running.len() + resources.finishing + self.queue.waiting();
         taken < self.max_running
             && self.preempted.is_empty()
-            && self.awaiting_prefix.is_empty()
+            && self.awaiting.is_empty()
             && (limit == 0 || self.counts().of(&choice.request.profile).running < limit)
-            && self.has_room_for(choice)
+            && self.has_room_for(choice, resources)
     }
 
-    /// The sequence that makes room, if `profile` has the most.
-    fn victim_of(&self, profile: &str) -> Option<usize> {
+    /// Takes the sequence of `profile` that makes room for a request of another one, if `profile` has the most sequences. It
+    /// waits for a turn from now on.
+    pub fn take_displaced(&mut self, profile: &str) -> Option<Sequence> {
         let of_profile = |(_, sequence): &(usize, &Sequence)| sequence.request.profile == profile;
         let (places, running): (Vec<usize>, Vec<Victim>) =
-            self.sequences.iter().enumerate().filter(of_profile).map(victim).unzip();
-        plan::victim(&running).map(|at| places[at])
-    }
-
-    /// Preempts the sequence at `at` for a request of another profile. There is memory for its state, unless that
-    /// is what the other one needs.
-    fn displace(&mut self, at: usize) {
-        let mut sequence = self.sequences.remove(at);
+            self.running.iter().enumerate().filter(of_profile).map(victim).unzip();
+        let at = places[plan::victim(&running)?];
+        let mut sequence = self.running.remove(at);
         sequence.since = self.queue.stamp();
-        let runs =
-            sequence.cache.position <= sequence.tokens.len() && sequence.stale_from.is_none();
-        if runs && sequence.saves_anywhere && !sequence.hooks.is_away() {
-            let saved = catch_panic("being preempted", || {
-                self.save(&sequence, Retention::default());
-                Ok(())
-            });
-            if let Err(error) = saved {
-                return self.fail(&mut sequence, error);
-            }
-        }
-        self.preempt(sequence);
+        Some(sequence)
     }
 
-    /// Sequences that run, as the choice of whom to preempt sees them.
-    pub(crate) fn victims(&self) -> Vec<Victim> {
+    /// Takes the sequence to preempt for memory. It comes first when its profile has a turn. `None` if there is only one.
+    pub fn take_victim(&mut self) -> Option<Sequence> {
         let counts = self.counts();
         let victim = |entry: (usize, &Sequence)| {
             let of_profile = counts.of(&entry.1.request.profile).running;
             Victim { of_profile, ..victim(entry).1 }
         };
-        self.sequences.iter().enumerate().map(victim).collect()
+        let victims: Vec<Victim> = self.running.iter().enumerate().map(victim).collect();
+        let mut sequence = self.running.remove(plan::victim(&victims)?);
+        sequence.since = 0;
+        Some(sequence)
     }
 }
 

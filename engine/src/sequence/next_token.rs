@@ -9,7 +9,7 @@ use super::constrain::Constraint;
 use crate::cache::Checkpoint;
 use crate::draft::{DraftTokens, HiddenRows};
 use crate::error::Result;
-use crate::kernels::cpu::queue;
+use crate::lazy::submit;
 use crate::sample::logprobs::Logprobs;
 use crate::sample::samples::{Logits, SampleOf, Samples};
 
@@ -154,7 +154,7 @@ impl Sequence {
             None => None,
         };
         if !samples.is_read() || self.logprobs.is_some() {
-            queue(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
+            submit(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
         }
         let before = next.before.clone();
         self.sampled =

@@ -10,7 +10,7 @@ use mlx_rs::Array;
 use super::Sequence;
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
-use crate::kernels::cpu::queue;
+use crate::lazy::submit;
 use crate::policy::events::Watch;
 use crate::policy::loops::Detector;
 use crate::request::{Event, FinishReason};
@@ -244,7 +244,7 @@ impl Sequence {
         // A copy: the logits of a pass are those of all sequences.
         let logits = logits.map(|next| Ok::<_, Error>(next.own()?.contiguous()?)).transpose()?;
         // An unevaluated checkpoint would keep the inputs of its graph alive.
-        queue(cache.arrays().iter().chain(&logits))?;
+        submit(cache.arrays().iter().chain(&logits))?;
         self.checkpoints.push(ReplyCheckpoint { cache, logits });
         // Rewinds end at the start of the phase, so one checkpoint at or before it is enough.
         let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);

@@ -190,7 +190,7 @@ fn sampled_reply_rewinds_equally_on_all_paths() {
 fn saved_state_of_a_rewound_reply_is_the_state_of_its_tokens() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
-        decoder.store_min_tokens = 1;
+        decoder.saved.set_min_tokens(1);
         for (path, every) in
             [(DecodePath::Plain, 0), (DecodePath::Plain, 16), (DecodePath::Rewound, 16)]
         {
@@ -211,8 +211,9 @@ fn saved_state_of_a_rewound_reply_is_the_state_of_its_tokens() {
                 script
             };
             let plain = run_plain(decoder, &request, script());
-            decoder.prefixes =
-                crate::prefix::Prefixes::new(decoder.prefixes.empty(), 1 << 26, None, 0).unwrap();
+            *decoder.saved.prefixes_mut() =
+                crate::prefix::Prefixes::new(decoder.saved.prefixes().empty(), 1 << 26, None, 0)
+                    .unwrap();
             let ran = run(decoder, &request, script(), path, Some(&plain.tokens));
             assert_eq!(ran.tokens, plain.tokens);
             assert_eq!(ran.reason, FinishReason::Policy("enough".into()));
@@ -221,14 +222,14 @@ fn saved_state_of_a_rewound_reply_is_the_state_of_its_tokens() {
             assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound")).count(), 2);
             assert!(ran.saved + 1 >= ran.tokens.len(), "{name}: {} of {ran:?}", ran.saved);
             let next = [&ran.tokens[..], &[65, 66]].concat();
-            let (mut cache, length) = decoder.prefixes.resume(&next).unwrap();
+            let (mut cache, length) = decoder.saved.prefixes_mut().resume(&next).unwrap();
             assert_eq!(length, ran.saved);
             let rest = &next[length..];
             let rows = rest.len() as i32;
             let ids = mlx_rs::Array::from_slice(rest, &[rows]);
             let span = crate::cache::Span { rows, cache: &mut cache };
-            let hidden = decoder.model.forward(&ids, &mut [span], decoder.pass()).unwrap();
-            let resumed = decoder.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
+            let hidden = decoder.network.forward(&ids, &mut [span]).unwrap();
+            let resumed = decoder.network.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
             let whole = logits(decoder, &next);
             let last = |a: &mlx_rs::Array| {
                 let columns = a.dim(1) as usize;
@@ -286,7 +287,7 @@ fn endless_rewinds_and_injections_are_stopped() {
 
     let script = markers_banned(|_| vec![inject(&"again and ".repeat(100))]);
     let request = Request { max_tokens: Some(50_000), ..request };
-    Arc::get_mut(&mut decoder.preparer).unwrap().context = 50_000;
+    Arc::get_mut(decoder.policies.preparer_mut()).unwrap().context = 50_000;
     let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
@@ -550,7 +551,7 @@ fn steps_show_committed_tokens_without_rewound_ones() {
 #[test]
 fn prompts_equal_after_replacement_share_state() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
-    decoder.store_min_tokens = 16;
+    decoder.saved.set_min_tokens(16);
     let header = |hour: u32| format!("It is {hour} o'clock. ");
     let mut ran = |hour: u32, strip: bool| {
         let mut request = ask("Where does the fox live?", false, 8);
@@ -576,7 +577,7 @@ fn prompts_equal_after_replacement_share_state() {
 #[test]
 fn next_turn_of_an_edited_prompt_reuses_the_previous_turn() {
     let decoder = &mut family("llama", Config::default(), false);
-    decoder.store_min_tokens = 16;
+    decoder.saved.set_min_tokens(16);
     let mut request = ask("Where does the fox live?", false, 8);
     request.messages.insert(0, message("system", "At 7: be brief."));
     let script = |old: &str| {
@@ -599,7 +600,7 @@ fn all_drafters_continue_after_rewinds_and_injections() {
     let mut config = Config::default();
     config.speculation.draft_model = super::bundled_model().to_string_lossy().into_owned();
     let mut decoder = super::load(config);
-    decoder.exit_layers = Some(5);
+    decoder.speculation.set_exit_layers(Some(5));
     let mut request =
         ask("Write a story about a fox named Nora who lives near the river.", false, 80);
     request.seed = None;

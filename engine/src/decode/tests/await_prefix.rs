@@ -19,7 +19,7 @@ fn request(common: usize, others: usize, of: u32) -> Request {
 
 fn prepare(decoder: &Decoder, request: Request) -> (Prepared, UnboundedReceiver<Event>) {
     let (events, receiver) = mpsc::unbounded_channel();
-    (decoder.preparer.prepare(Job { request, events }).unwrap(), receiver)
+    (decoder.policies.preparer().prepare(Job { request, events }).unwrap(), receiver)
 }
 
 /// A decoder that runs a prompt of 1,000 common tokens and 500 others, of which it has computed `computed`.
@@ -29,7 +29,7 @@ fn decoder(name: &str, computed: usize) -> (Decoder, UnboundedReceiver<Event>) {
     let mut decoder = family(name, config, false);
     let (prepared, events) = prepare(&decoder, request(1000, 500, 1));
     decoder.start_request(prepared);
-    while decoder.sequences[0].cache.position < computed {
+    while decoder.schedule.running()[0].cache.position < computed {
         decoder.step();
     }
     (decoder, events)
@@ -41,7 +41,10 @@ fn a_request_waits_for_a_long_prefix_that_is_not_computed_yet() {
         let (mut decoder, _events) = decoder(name, 64);
         let awaited = |decoder: &Decoder, request: Request| {
             let (prepared, _events) = prepare(decoder, request);
-            decoder.computing_prefix_of(&prepared).map(|(_, tokens)| tokens)
+            decoder
+                .schedule
+                .computing_prefix_of(&prepared, &decoder.saved)
+                .map(|(_, tokens)| tokens)
         };
         assert_eq!(awaited(&decoder, request(1000, 20, 2)), Some(1000), "{name}");
         assert_eq!(awaited(&decoder, request(700, 20, 2)), Some(700), "{name}");
@@ -52,16 +55,16 @@ fn a_request_waits_for_a_long_prefix_that_is_not_computed_yet() {
         let whole = Request { embedding, max_tokens: Some(0), ..request(1000, 20, 2) };
         assert_eq!(awaited(&decoder, whole), None, "{name}: runs its whole prompt");
         // A save point of the sequence that is near will do.
-        decoder.sequences[0].save_points.push_front((950, Default::default()));
+        decoder.schedule.running_mut()[0].save_points.push_front((950, Default::default()));
         assert_eq!(awaited(&decoder, request(1000, 20, 2)), Some(950), "{name}");
-        decoder.sequences[0].save_points.pop_front();
+        decoder.schedule.running_mut()[0].save_points.pop_front();
         // Its policy permits certain save points only.
-        decoder.sequences[0].saves_anywhere = false;
+        decoder.schedule.running_mut()[0].saves_anywhere = false;
         assert_eq!(awaited(&decoder, request(1000, 20, 2)), None, "{name}");
-        decoder.sequences[0].saves_anywhere = true;
-        while decoder.sequences[0].cache.position < 1000 {
+        decoder.schedule.running_mut()[0].saves_anywhere = true;
+        while decoder.schedule.running()[0].cache.position < 1000 {
             // After the first regular save point of a hybrid, too little is left.
-            let is_worth = name == "llama" || decoder.sequences[0].cache.position < 512;
+            let is_worth = name == "llama" || decoder.schedule.running()[0].cache.position < 512;
             let expected = is_worth.then_some(1000);
             assert_eq!(awaited(&decoder, request(1000, 20, 2)), expected, "{name}");
             decoder.step();
@@ -81,19 +84,34 @@ fn an_awaited_prefix_has_the_priority_of_its_own_length() {
         events
     };
     let _others = [add(&mut decoder, 900, 2), add(&mut decoder, 500, 3)];
-    assert_eq!(decoder.plan_prefill(&decoder.sequences), [0, 0, 64]);
+    assert_eq!(
+        decoder.schedule.plan_prefill(decoder.schedule.running(), decoder.costs.passes()),
+        [0, 0, 64]
+    );
     let (prepared, _waiting) = prepare(&decoder, request(600, 20, 4));
-    decoder.await_prefix(prepared, 0, 600);
-    assert_eq!(decoder.awaited_rows(&decoder.sequences[0]), Some(600));
-    assert_eq!(decoder.plan_prefill(&decoder.sequences), [0, 0, 64]);
-    decoder.sequences.remove(2);
-    assert_eq!(decoder.plan_prefill(&decoder.sequences), [64, 0]);
-    while decoder.sequences[0].cache.position < 600 {
+    decoder.schedule.await_prefix(prepared, 0, 600);
+    assert_eq!(decoder.schedule.awaited_rows(&decoder.schedule.running()[0]), Some(600));
+    assert_eq!(
+        decoder.schedule.plan_prefill(decoder.schedule.running(), decoder.costs.passes()),
+        [0, 0, 64]
+    );
+    decoder.schedule.running_mut().remove(2);
+    assert_eq!(
+        decoder.schedule.plan_prefill(decoder.schedule.running(), decoder.costs.passes()),
+        [64, 0]
+    );
+    while decoder.schedule.running()[0].cache.position < 600 {
         decoder.step();
     }
     assert_eq!(
-        (decoder.sequences[0].cache.position, decoder.awaited_rows(&decoder.sequences[0])),
+        (
+            decoder.schedule.running()[0].cache.position,
+            decoder.schedule.awaited_rows(&decoder.schedule.running()[0])
+        ),
         (600, None)
     );
-    assert_eq!(decoder.plan_prefill(&decoder.sequences), [0, 64]);
+    assert_eq!(
+        decoder.schedule.plan_prefill(decoder.schedule.running(), decoder.costs.passes()),
+        [0, 64]
+    );
 }

@@ -50,7 +50,7 @@ fn decoder(name: &str, max_running: usize) -> Decoder {
     config.store.memory_bytes = 0;
     let mut decoder = family(name, config, false);
     // The choices share the KV of the prompt.
-    decoder.prefixes.share_from(Some(1));
+    decoder.saved.prefixes_mut().share_from(Some(1));
     decoder
 }
 
@@ -107,12 +107,12 @@ fn choices_without_room_wait_and_equal_those_that_run_at_once() {
         config.store.min_tokens = 1;
         let few = &mut family(name, config, false);
         let events = start_together(few, choices(&question(12), 8));
-        while few.preempted.is_empty() {
+        while few.schedule.preempted().is_empty() {
             few.step();
         }
         // Some may have ended with their first token.
-        assert_eq!(few.sequences.len(), 3);
-        assert!((3..=5).contains(&few.preempted.len()), "{name}");
+        assert_eq!(few.schedule.running().len(), 3);
+        assert!((3..=5).contains(&few.schedule.preempted().len()), "{name}");
         let rows = few.activity.report().rows;
         finish(few);
         let waited: Vec<String> = events.into_iter().map(|events| reply(events).0).collect();
@@ -129,10 +129,10 @@ fn cancelled_choices_are_dropped_before_the_next_step() {
     for steps in [1, 12] {
         let events = start_together(decoder, choices(&question(4000), 8));
         (0..steps).for_each(|_| decoder.step());
-        assert_eq!(decoder.sequences.len(), if steps == 1 { 1 } else { 4 });
+        assert_eq!(decoder.schedule.running().len(), if steps == 1 { 1 } else { 4 });
         drop(events);
         decoder.step();
-        assert!(decoder.sequences.is_empty() && decoder.preempted.is_empty());
+        assert!(decoder.schedule.running().is_empty() && decoder.schedule.preempted().is_empty());
     }
     // One of them alone.
     let mut events = start_together(decoder, choices(&question(12), 3));
@@ -146,7 +146,7 @@ fn a_failure_before_the_prompt_has_run_ends_every_choice() {
     let decoder = &mut decoder("qwen3_next", 8);
     let events = start_together(decoder, choices(&question(12), 3));
     decoder.step();
-    let mut first = decoder.sequences.pop().unwrap();
+    let mut first = decoder.schedule.running_mut().pop().unwrap();
     let stage = first.stage();
     decoder.fail(&mut first, RequestError::Deadline { stage }.into());
     for mut events in events {

@@ -82,7 +82,7 @@ fn embeddings_equal_those_of_mlx_lm() {
                 let found = embedding(events.into_iter().next().unwrap()).unwrap();
                 close(&found, &expected, &format!("{name} {pooling}"));
             }
-            assert_eq!(decoder.prefixes.bytes(), 0);
+            assert_eq!(decoder.saved.prefixes().bytes(), 0);
         }
     }
 }
@@ -134,9 +134,9 @@ fn a_preempted_text_is_embedded_whole() {
         let decoder = &mut decoder("qwen3_next", value);
         let events = start_texts(decoder, vec![embed(&prompt("qwen3_next"), None)]);
         (0..2).for_each(|_| decoder.step());
-        let mut sequence = decoder.sequences.pop().unwrap();
+        let mut sequence = decoder.schedule.running_mut().pop().unwrap();
         decoder.drop_state(&mut sequence).unwrap();
-        decoder.preempted.push_back(sequence);
+        decoder.schedule.push_preempted(sequence);
         finish(decoder);
         let expected: Vec<f32> =
             serde_json::from_value(reference["qwen3_next"][pooling].clone()).unwrap();
@@ -152,7 +152,7 @@ fn a_client_that_hangs_up_ends_its_texts() {
     decoder.step();
     drop(events);
     decoder.step();
-    assert!(decoder.sequences.is_empty() && decoder.preempted.is_empty());
+    assert!(decoder.schedule.running().is_empty() && decoder.schedule.preempted().is_empty());
 }
 
 /// F25: Ollama's `truncate`.
@@ -176,7 +176,7 @@ fn a_text_that_is_too_long_is_cut_if_the_client_allows_it() {
         let mut request = embed(&prompt[..60], None);
         request.embedding = Some(Embedding { dimensions: None, truncates });
         let (events, _receiver) = tokio::sync::mpsc::unbounded_channel();
-        decoder.preparer.prepare_choices(0, Job { request, events }, Vec::new())
+        decoder.policies.preparer().prepare_choices(0, Job { request, events }, Vec::new())
     };
     assert_eq!(prepare(true).unwrap().notes, ["the text was cut: it has 60 tokens, 40 fit"]);
     let refused = prepare(false).err();

@@ -25,7 +25,7 @@ impl Policy for Panics {
 
 /// Steps until no sequence is left; returns the last event.
 fn end(decoder: &mut Decoder, mut events: UnboundedReceiver<Event>) -> Event {
-    while !decoder.sequences.is_empty() {
+    while !decoder.schedule.running().is_empty() {
         decoder.step();
     }
     let mut last = events.try_recv().unwrap();
@@ -42,7 +42,7 @@ fn end(decoder: &mut Decoder, mut events: UnboundedReceiver<Event>) -> Event {
 fn a_panic_costs_one_request_and_no_later_one() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = ask("Where?", false, 40);
-    let saved = |decoder: &Decoder| decoder.prefixes.reporter().report().memory.bytes;
+    let saved = |decoder: &Decoder| decoder.saved.prefixes().reporter().report().memory.bytes;
     let script = || Script::new(|_| Vec::new());
     let expected = run_plain(decoder, &request, script());
     for (hook, stage) in [(Hook::OnStep, "being decoded"), (Hook::OnFinish, "being finished")] {
@@ -79,7 +79,7 @@ impl Drop for PanicsWhenDropped {
 #[test]
 fn an_engine_thread_that_cannot_go_on_ends_and_refuses_requests() {
     let mut decoder = family("llama", Config::default(), false);
-    let queue = decoder.queue.clone();
+    let queue = decoder.schedule.queue().clone();
     let running = start(&mut decoder, ask("Where?", false, 4), PanicsWhenDropped);
     assert!(!*queue.ended().borrow());
     assert!(catch_unwind(AssertUnwindSafe(|| decoder.run())).is_err());
@@ -98,7 +98,7 @@ fn a_request_past_its_deadline_ends_with_an_error() {
     for (steps, stage) in [(1, "in prefill"), (8, "being decoded")] {
         let events = start(decoder, request.clone(), Script::new(|_| Vec::new()));
         (0..steps).for_each(|_| decoder.step());
-        let sequence = decoder.sequences.first_mut().expect("the request runs");
+        let sequence = decoder.schedule.running_mut().first_mut().expect("the request runs");
         sequence.request.deadline = Some(Instant::now());
         match end(decoder, events) {
             Event::Failed(Error::Request(RequestError::Deadline { stage: at })) => {
@@ -106,6 +106,6 @@ fn a_request_past_its_deadline_ends_with_an_error() {
             }
             other => panic!("{other:?}"),
         }
-        decoder.prefixes.clear_memory();
+        decoder.saved.prefixes_mut().clear_memory();
     }
 }

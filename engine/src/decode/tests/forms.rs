@@ -45,10 +45,10 @@ fn schema() -> Value {
 
 /// Runs `request` on all paths; on the plain one, forced tokens are sampled.
 fn on_all_paths(decoder: &mut Decoder, request: &Request) -> Transcript {
-    decoder.speculation.forced = false;
+    decoder.speculation.set_forces_tokens(false);
     let plain = run_plain(decoder, request, idle());
     assert_eq!(plain.usage.forced_tokens, 0);
-    decoder.speculation.forced = true;
+    decoder.speculation.set_forces_tokens(true);
     for path in PATHS {
         let ran = run(decoder, request, idle(), path, Some(&plain.tokens));
         assert_eq!(ran.tokens, plain.tokens, "{path:?}: {} is not {}", ran.answer, plain.answer);
@@ -88,8 +88,13 @@ fn answers_of_random_models_follow_their_schema_on_every_path() {
 fn an_answer_follows_reasoning_in_which_the_model_ends_its_turn() {
     for family in ["qwen3_next", "gemma3_text", "llama"] {
         let mut decoder = super::scripted::family(family, Config::default(), true);
-        let biases: Vec<_> =
-            decoder.text.eos().iter().map(|&token| TokenBias { token, bias: 100.0 }).collect();
+        let biases: Vec<_> = decoder
+            .network
+            .text()
+            .eos()
+            .iter()
+            .map(|&token| TokenBias { token, bias: 100.0 })
+            .collect();
         let choice = Form::Choice(vec!["a certain text".into(), "another text".into()]);
         for seed in 0..2 {
             let request = Request { biases: biases.clone(), ..warm(ask("Which?", true, 80), seed) };
@@ -164,11 +169,11 @@ fn a_planned_form_that_cannot_be_enforced_is_a_failure_of_the_policy() {
         (AnswerForm::JsonSchema("{".into()), "the schema of `form`"),
         (AnswerForm::Choice(Vec::new()), "has no choice"),
     ] {
-        let problem = decoder.preparer.grammars.check_form(&form).unwrap_err();
+        let problem = decoder.policies.preparer().grammars.check_form(&form).unwrap_err();
         assert!(problem.contains(expected), "{problem}");
     }
     let choice = AnswerForm::Choice(vec!["yes".into()]);
-    assert_eq!(decoder.preparer.grammars.check_form(&choice), Ok(()));
+    assert_eq!(decoder.policies.preparer().grammars.check_form(&choice), Ok(()));
 }
 
 #[test]
@@ -309,7 +314,7 @@ fn reported_probabilities_are_those_of_the_changed_logits() {
         let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
         let logprob = |token: u32| f64::from(row[token as usize]) - sum.ln();
         assert!((f64::from(found.token.logprob) - logprob(token)).abs() < 1e-3, "{found:?}");
-        assert_eq!(found.token.bytes, decoder.text.bytes(token));
+        assert_eq!(found.token.bytes, decoder.network.text().bytes(token));
         let mut order: Vec<u32> = (0..row.len() as u32).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
         assert_eq!(found.top.len(), 3);

@@ -51,19 +51,19 @@ fn acts(step: &Step) -> Vec<Action> {
 }
 
 fn tokens_of(decoder: &Decoder) -> Vec<usize> {
-    decoder.sequences.iter().map(|sequence| sequence.reply_len()).collect()
+    decoder.schedule.running().iter().map(|sequence| sequence.reply_len()).collect()
 }
 
 /// Steps until one sequence or none is left.
 fn step_until(decoder: &mut Decoder, left: usize) {
     for _ in 0..100_000 {
-        if decoder.sequences.len() + decoder.preempted.len() <= left {
+        if decoder.schedule.running().len() + decoder.schedule.preempted().len() <= left {
             return;
         }
-        decoder.wait_for_policies(&decoder.sequences);
+        decoder.wait_for_policies(decoder.schedule.running());
         decoder.step();
     }
-    panic!("{} sequences are left", decoder.sequences.len());
+    panic!("{} sequences are left", decoder.schedule.running().len());
 }
 
 /// The text of a reply, and its last event.
@@ -211,7 +211,7 @@ fn a_tool_call_waits_for_a_verdict_on_a_thread() {
 
 /// Steps until the policy of the only sequence is called on a thread.
 fn until_away(decoder: &mut Decoder) {
-    while !decoder.sequences[0].hooks.is_away() {
+    while !decoder.schedule.running()[0].hooks.is_away() {
         decoder.step();
     }
 }
@@ -224,7 +224,7 @@ fn a_client_that_disconnects_waits_for_no_policy() {
     until_away(decoder);
     drop(events);
     decoder.step();
-    assert_eq!((decoder.sequences.len(), decoder.activity.report().running), (0, 0));
+    assert_eq!((decoder.schedule.running().len(), decoder.activity.report().running), (0, 0));
     assert!(finish.try_recv().is_err(), "it is being called");
     drop(allow);
     assert_eq!(finish.recv().unwrap(), "cancelled");
@@ -237,7 +237,7 @@ fn a_deadline_waits_for_no_policy() {
     let (script, allow, finish) = gated(acts);
     let events = start(decoder, ask("Where?", false, 40), script);
     until_away(decoder);
-    decoder.sequences[0].request.deadline = Some(std::time::Instant::now());
+    decoder.schedule.running_mut()[0].request.deadline = Some(std::time::Instant::now());
     decoder.step();
     match read(events).1 {
         Event::Failed(Error::Request(RequestError::Deadline { stage })) => {
@@ -287,9 +287,9 @@ fn a_request_preempted_while_its_policy_is_called_equals_one_that_never_was() {
             let (script, allow, _finish) = gated(acts);
             let events = start(decoder, request, script);
             let mut preemptions = 0;
-            while let Some(sequence) = decoder.sequences.first() {
+            while let Some(sequence) = decoder.schedule.running().first() {
                 if sequence.hooks.is_away() && !sequence.hooks.is_back() {
-                    let mut sequence = decoder.sequences.remove(0);
+                    let mut sequence = decoder.schedule.running_mut().remove(0);
                     decoder.drop_state(&mut sequence).unwrap();
                     preemptions += 1;
                     let answer = |sequence: &Sequence| {
@@ -303,13 +303,13 @@ fn a_request_preempted_while_its_policy_is_called_equals_one_that_never_was() {
                     if is_early {
                         answer(&sequence);
                     }
-                    decoder.preempted.push_back(sequence);
+                    decoder.schedule.push_preempted(sequence);
                     decoder.step();
                     if !is_early {
-                        answer(&decoder.sequences[0]);
+                        answer(&decoder.schedule.running()[0]);
                     }
                 }
-                decoder.wait_for_policies(&decoder.sequences);
+                decoder.wait_for_policies(decoder.schedule.running());
                 decoder.step();
             }
             assert!(preemptions > 20);
@@ -330,7 +330,7 @@ fn on_finish_on_a_thread_delays_its_own_request_only() {
     });
     let mut slow = start(decoder, ask("Where?", false, 4), script);
     step_until(decoder, 0);
-    assert_eq!(decoder.hook_threads.finishing(), 1);
+    assert_eq!(decoder.policies.hooks().finishing(), 1);
     while let Ok(event) = slow.try_recv() {
         assert!(!matches!(event, Event::Finished(_)), "{event:?}");
     }

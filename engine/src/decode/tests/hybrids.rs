@@ -2,7 +2,7 @@
 
 use super::scripted::{ask, family};
 use crate::config::{Config, DraftKind};
-use crate::measure::verify::DecodePath;
+use crate::measure::verify::{DecodePath, verify};
 
 /// Chunks, restored state, rejected and accepted drafts, batches and preemption: each reply is the plain one.
 #[test]
@@ -32,7 +32,7 @@ fn hybrids_reply_equally_on_every_path() {
         config.engine.prefill_chunk = 16;
         let decoder = &mut family(name, config, false);
         let request = ask("Where does the fox live, and where does the owl?", false, 40);
-        for outcome in decoder.verify(&[request], &paths, 40, |_| ()).unwrap() {
+        for outcome in verify(decoder, &[request], &paths, 40, |_| ()).unwrap() {
             assert!(outcome.holds(), "{name}: {outcome:?}");
         }
     }

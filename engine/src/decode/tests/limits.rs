@@ -120,7 +120,7 @@ fn reasoning_leaves_the_reserve_of_the_plan_for_the_answer() {
     }
     // The reserve is of the context too.
     let (found, prompt) = limits(Some(u32::MAX), Some(30), None, None);
-    assert_eq!(found.reasoning as usize, decoder.preparer.context - prompt - 30);
+    assert_eq!(found.reasoning as usize, decoder.policies.preparer().context - prompt - 30);
     let (found, _) = limits(None, None, None, None);
     assert_eq!(found.reply, Config::default().engine.max_tokens);
 }

@@ -96,7 +96,7 @@ fn the_token_that_ends_a_turn_is_reported() {
     let request = Request { biases, ..scored(&prompt) };
     let ran = run_plain(&mut decoder, &request, Script::new(|_| Vec::new()));
     assert_eq!((ran.reason, ran.logprobs.len()), (FinishReason::Stop, 1));
-    assert_eq!(ran.logprobs[0].token.bytes, decoder.text.bytes(END));
+    assert_eq!(ran.logprobs[0].token.bytes, decoder.network.text().bytes(END));
 }
 
 #[test]
@@ -115,14 +115,15 @@ fn a_preempted_prompt_is_reported_once() {
     let decoder = &mut family("qwen3_5", config(), false);
     let (prompt, _) = fixture("qwen3_5");
     let (events, mut receiver) = mpsc::unbounded_channel();
-    let prepared = decoder.preparer.prepare(Job { request: scored(&prompt), events }).unwrap();
+    let prepared =
+        decoder.policies.preparer().prepare(Job { request: scored(&prompt), events }).unwrap();
     decoder.start_request(prepared);
     (0..2).for_each(|_| decoder.step());
-    let mut sequence = decoder.sequences.pop().unwrap();
+    let mut sequence = decoder.schedule.running_mut().pop().unwrap();
     assert!(sequence.reported > 1 && sequence.reported < prompt.len());
     decoder.drop_state(&mut sequence).unwrap();
-    decoder.preempted.push_back(sequence);
-    while !decoder.sequences.is_empty() || !decoder.preempted.is_empty() {
+    decoder.schedule.push_preempted(sequence);
+    while !decoder.schedule.running().is_empty() || !decoder.schedule.preempted().is_empty() {
         decoder.step();
     }
     let mut bytes = Vec::new();
@@ -131,7 +132,8 @@ fn a_preempted_prompt_is_reported_once() {
             bytes.push(token.bytes);
         }
     }
-    let expected: Vec<_> = prompt.iter().map(|&token| decoder.text.bytes(token)).collect();
+    let expected: Vec<_> =
+        prompt.iter().map(|&token| decoder.network.text().bytes(token)).collect();
     assert_eq!(bytes, expected);
 }
 
@@ -140,12 +142,12 @@ fn a_model_with_marks_fills_in_text() {
     let decoder = family("llama", Config::default(), false);
     let infill = |prefix: &str| RawPrompt::Infill { prefix: prefix.into(), suffix: "c".into() };
     let [before, after, between] = INFILL;
-    let tokens = decoder.text.raw_prompt(&infill("ab")).unwrap();
+    let tokens = decoder.network.text().raw_prompt(&infill("ab")).unwrap();
     assert_eq!(tokens, [before, 97, 98, after, 99, between]);
     // The client's text spells no special tokens.
-    let tokens = decoder.text.raw_prompt(&infill("<|fim_middle|>")).unwrap();
+    let tokens = decoder.network.text().raw_prompt(&infill("<|fim_middle|>")).unwrap();
     assert_eq!(tokens.iter().filter(|token| **token == between).count(), 1);
-    let refused = super::decoder().text.raw_prompt(&infill("ab"));
+    let refused = super::decoder().network.text().raw_prompt(&infill("ab"));
     let field = match refused {
         Err(Error::Request(RequestError::Field { field, .. })) => field,
         other => panic!("{other:?}"),

@@ -60,7 +60,7 @@ fn on_all_paths(
 }
 
 fn markup(decoder: &Decoder, ran: &Transcript) -> String {
-    decoder.text.decode_all(ran.reply())
+    decoder.network.text().decode_all(ran.reply())
 }
 
 fn follows_schema(values: &Value) -> bool {
@@ -79,7 +79,7 @@ fn answers_in_a_form_stand_in_the_final_message() {
             let request =
                 Request { response_format: format, ..warm(ask("Where?", seed > 0, 120), seed) };
             let ran = on_all_paths(decoder, &request, idle);
-            let markup = decoder.text.decode_all(&ran.tokens);
+            let markup = decoder.network.text().decode_all(&ran.tokens);
             assert_eq!(markup.matches("<|channel|>final<|message|>{").count(), 1, "{markup}");
             assert!(
                 seed > 0 || !markup.contains("analysis"),
@@ -152,8 +152,8 @@ fn a_budget_closes_the_reasoning_with_the_header_of_the_answer() {
     for family in FAMILIES {
         let decoder = &mut model(family);
         let text = "analysis<|message|>".to_string();
-        let tokens = decoder.text.encode(&text).unwrap();
-        let channel = decoder.text.encode("<|channel|>").unwrap()[0];
+        let tokens = decoder.network.text().encode(&text).unwrap();
+        let channel = decoder.network.text().encode("<|channel|>").unwrap()[0];
         let biases = vec![TokenBias { token: channel, bias: 0.0 }];
         let request = Request { reasoning_budget: Some(30), biases, ..ask("Where?", true, 80) };
         // The first token has no step before it.
@@ -182,7 +182,7 @@ fn a_repaired_call_is_replaced_by_a_preamble() {
     let decoder = &mut model("llama");
     let source = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>\
         {\"kind\": \"left\", \"on\": true}<|end|>";
-    let tokens = decoder.text.encode(source).unwrap();
+    let tokens = decoder.network.text().encode(source).unwrap();
     let biases = vec![TokenBias { token: tokens[0], bias: 100.0 }];
     let tool = json!({"type": "function", "function": {"name": "look", "parameters": {}}});
     let request =
@@ -211,7 +211,7 @@ fn a_repaired_call_is_replaced_by_a_preamble() {
 #[test]
 fn injected_text_is_in_a_message() {
     let decoder = &mut model("llama");
-    let channel = decoder.text.encode("<|channel|>").unwrap()[0];
+    let channel = decoder.network.text().encode("<|channel|>").unwrap()[0];
     let biases = vec![TokenBias { token: channel, bias: 100.0 }];
     let request = Request { biases, ..ask("Where?", true, 30) };
     let script = || {

@@ -7,14 +7,14 @@ use super::{ask, bundled_model, load_from};
 use crate::config::{Config, Device, DraftKind};
 use crate::decode::Decoder;
 use crate::job::Job;
-use crate::measure::verify::DecodePath;
+use crate::measure::verify::{DecodePath, verify};
 use crate::policy::SamplingPatch;
 use crate::request::{Event, Request};
 
 /// Starts a request; returns its events.
 fn start(decoder: &mut Decoder, request: Request) -> UnboundedReceiver<Event> {
     let (events, receiver) = mpsc::unbounded_channel();
-    let prepared = decoder.preparer.prepare(Job { request, events }).unwrap();
+    let prepared = decoder.policies.preparer().prepare(Job { request, events }).unwrap();
     decoder.start_request(prepared);
     receiver
 }
@@ -22,7 +22,7 @@ fn start(decoder: &mut Decoder, request: Request) -> UnboundedReceiver<Event> {
 #[test]
 fn a_preempted_request_equals_one_that_never_was() {
     let mut decoder = super::decoder();
-    decoder.exit_layers = Some(5);
+    decoder.speculation.set_exit_layers(Some(5));
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
     let copy = ask("Copy this text exactly:\nThe quiet fox walked near the river at night.");
     let filtered =
@@ -33,7 +33,7 @@ fn a_preempted_request_equals_one_that_never_was() {
     let kinds = [DraftKind::Ngram, DraftKind::Mtp, DraftKind::EarlyExit];
     let mut paths = vec![DecodePath::Plain, DecodePath::Preempted(None)];
     paths.extend(kinds.map(|kind| DecodePath::Preempted(Some(kind))));
-    for outcome in decoder.verify(&requests, &paths, super::TOKENS, |_| ()).unwrap() {
+    for outcome in verify(&mut decoder, &requests, &paths, super::TOKENS, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
         let DecodePath::Preempted(kind) = outcome.path else { continue };
         assert_eq!(outcome.drafted[0] > 0, kind.is_some(), "{outcome:?}");
@@ -55,7 +55,7 @@ fn a_preempted_request_of_every_kind_of_cache_equals_one_that_never_was() {
         config.engine.prefill_chunk = 16;
         let decoder = &mut family(name, config, false);
         let request = scripted::ask("Where is the river that runs by the castle?", false, 40);
-        for outcome in decoder.verify(&[request], &paths, 40, |_| ()).unwrap() {
+        for outcome in verify(decoder, &[request], &paths, 40, |_| ()).unwrap() {
             assert!(outcome.holds(), "{name}: {outcome:?}");
         }
     }
@@ -72,8 +72,8 @@ fn a_preempted_request_resumes_from_the_store() {
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
     let _events = start(&mut decoder, story);
     (0..12).for_each(|_| decoder.step());
-    decoder.prefixes.clear_memory();
-    let mut sequence = decoder.sequences.pop().expect("the request runs");
+    decoder.saved.prefixes_mut().clear_memory();
+    let mut sequence = decoder.schedule.running_mut().pop().expect("the request runs");
     let tokens = sequence.tokens.len();
     decoder.drop_state(&mut sequence).unwrap();
     assert_eq!((sequence.cache.position, sequence.tokens.len()), (0, tokens + 1));
@@ -88,14 +88,14 @@ fn requests_of_clients_that_hang_up_are_dropped_before_the_next_step() {
     let request = scripted::ask("Where is the river that runs by the castle?", false, 40);
     let events: Vec<_> = (0..100).map(|_| start(decoder, request.clone())).collect();
     (0..3).for_each(|_| decoder.step());
-    for mut sequence in decoder.sequences.split_off(60) {
+    for mut sequence in decoder.schedule.running_mut().split_off(60) {
         decoder.drop_state(&mut sequence).unwrap();
-        decoder.preempted.push_back(sequence);
+        decoder.schedule.push_preempted(sequence);
     }
     let passes = decoder.activity.report().passes;
     drop(events);
     decoder.step();
-    assert!(decoder.sequences.is_empty() && decoder.preempted.is_empty());
+    assert!(decoder.schedule.running().is_empty() && decoder.schedule.preempted().is_empty());
     let report = decoder.activity.report();
     assert_eq!((report.running, report.preempted, report.passes), (0, 0, passes));
 }

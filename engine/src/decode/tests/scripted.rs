@@ -10,14 +10,14 @@ use tokio::sync::mpsc;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::decode::Decoder;
+use crate::decode::admit::admit;
 use crate::job::Job;
-use crate::measure::verify::DecodePath;
+use crate::measure::verify::{DecodePath, restrict_drafting};
 use crate::policy::{
     Action, Answer, Call, Chain, Failure, Hook, Labels, Link, Plan, Policy, PromptEdit, Recorder,
     Replacement, SamplingPatch, Session, Step, Summary, TextVerdict, TextView, ToolCallView,
     Verdict,
 };
-use crate::prefix::Retention;
 use crate::request::{
     CallDelta, Choice, Choices, Event, FinishReason, Logprob, Message, PromptToken, Request,
     Sampling, ToolCall, Usage,
@@ -220,7 +220,8 @@ pub fn prepare(
     policy: impl Policy + 'static,
 ) -> (Prepared, mpsc::UnboundedReceiver<Event>) {
     let (events, receiver) = mpsc::unbounded_channel();
-    let prepared = decoder.preparer.prepare_with(Job { request, events }, session(policy)).unwrap();
+    let prepared =
+        decoder.policies.preparer().prepare_with(Job { request, events }, session(policy)).unwrap();
     (prepared, receiver)
 }
 
@@ -241,7 +242,7 @@ pub fn start_together(
     decoder: &mut Decoder,
     choices: Vec<Request>,
 ) -> Vec<mpsc::UnboundedReceiver<Event>> {
-    let events = decoder.queue.add_all(vec![together(choices)]).unwrap();
+    let events = decoder.schedule.queue().add_all(vec![together(choices)]).unwrap();
     prepare_waiting(decoder);
     decoder.start_requests();
     events
@@ -253,7 +254,7 @@ pub fn start_texts(
     texts: Vec<Request>,
 ) -> Vec<mpsc::UnboundedReceiver<Event>> {
     let body = texts.into_iter().map(Choices::from).collect();
-    let events = decoder.queue.add_all(body).unwrap();
+    let events = decoder.schedule.queue().add_all(body).unwrap();
     prepare_waiting(decoder);
     decoder.start_requests();
     events
@@ -269,9 +270,9 @@ pub fn together(choices: Vec<Request>) -> Choices {
 
 /// Prepares requests of the queue, as the threads do.
 pub fn prepare_waiting(decoder: &Decoder) {
-    while let Some(Taken { number, body, job, others }) = decoder.queue.try_take() {
-        let prepared = decoder.preparer.prepare_choices(body, job, others).unwrap();
-        decoder.queue.ready(number, Box::new(prepared));
+    while let Some(Taken { number, body, job, others }) = decoder.schedule.queue().try_take() {
+        let prepared = decoder.policies.preparer().prepare_choices(body, job, others).unwrap();
+        decoder.schedule.queue().ready(number, Box::new(prepared));
     }
 }
 
@@ -283,9 +284,9 @@ pub fn turn(decoder: &mut Decoder) {
 
 /// Steps until no request is left, preempted ones included.
 pub fn finish(decoder: &mut Decoder) {
-    while !decoder.sequences.is_empty()
-        || !decoder.preempted.is_empty()
-        || decoder.queue.waiting() > 0
+    while !decoder.schedule.running().is_empty()
+        || !decoder.schedule.preempted().is_empty()
+        || decoder.schedule.queue().waiting() > 0
     {
         turn(decoder);
     }
@@ -366,22 +367,22 @@ pub fn run_session(
     let (events, mut receiver) = mpsc::unbounded_channel();
     let job = Job { request: request.clone(), events };
     let (judges_calls, sees_text) = (session.judges_calls, session.sees_text);
-    let prepared = decoder.preparer.prepare_with(job, session).unwrap();
-    let mut sequence = decoder.admit(prepared).unwrap();
+    let prepared = decoder.policies.preparer().prepare_with(job, session).unwrap();
+    let mut sequence = admit(decoder, prepared).unwrap();
     sequence.progress.rewound = rewound;
-    decoder.restrict_drafting(&mut sequence, path, plain);
+    restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
         decoder.wait_for_policies(&running);
         decoder.advance(&mut running).unwrap();
     }
     assert!(running[0].take_failure().is_none());
-    while !running[0].complete(&decoder.text).unwrap() {
+    while !running[0].complete(decoder.network.text()).unwrap() {
         decoder.wait_for_policies(&running);
     }
     let mut sequence = running.pop().unwrap();
     sequence.finish();
-    decoder.save(&sequence, Retention::default());
+    decoder.save(&sequence);
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut deltas, mut rewound) = (Vec::new(), Vec::new(), Vec::new());
@@ -409,7 +410,7 @@ pub fn run_session(
     };
     // After any rewinds, the client has the text of the remaining tokens.
     let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
-    let mut again = decoder.text.reply(prompt, &request.stop, &request.tools);
+    let mut again = decoder.network.text().reply(prompt, &request.stop, &request.tools);
     if request.streams_calls && !judges_calls {
         again.stream_calls();
     }
@@ -455,12 +456,12 @@ pub fn run_plain(decoder: &mut Decoder, request: &Request, script: Script) -> Tr
 
 /// Logits [R, V] after each of `tokens`, all computed in one pass.
 pub fn logits(decoder: &Decoder, tokens: &[u32]) -> Array {
-    let mut cache = decoder.prefixes.empty();
+    let mut cache = decoder.saved.prefixes().empty();
     let rows = tokens.len() as i32;
     let span = Span { rows, cache: &mut cache };
     let ids = Array::from_slice(tokens, &[rows]);
-    let hidden = decoder.model.forward(&ids, &mut [span], decoder.pass()).unwrap();
-    decoder.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
+    let hidden = decoder.network.forward(&ids, &mut [span]).unwrap();
+    decoder.network.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
 }
 
 /// The token that plain decoding samples at each position of `ran`'s reply, without those in `banned`.

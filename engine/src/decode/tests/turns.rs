@@ -21,7 +21,7 @@ fn decoder(name: &str) -> Decoder {
     }
     let mut decoder = family(name, config, false);
     // Accepted drafts would save steps.
-    decoder.costs = None;
+    decoder.costs.forget_drafts();
     decoder
 }
 
@@ -75,17 +75,18 @@ fn reply(events: &mut UnboundedReceiver<Event>) -> Option<(String, Vec<f32>)> {
 /// Steps until this request has ended, without those that a near-tie of any sequence runs alone.
 fn steps(decoder: &mut Decoder, request: Request) -> usize {
     let request = Request { id: "small".into(), ..request };
-    let mut events = decoder.queue.add(request).unwrap();
+    let mut events = decoder.schedule.queue().add(request).unwrap();
     let (mut steps, mut has_run) = (0, false);
     for _ in 0..2000 {
-        steps += usize::from(!decoder.sequences.iter().any(|s| s.runs_alone));
+        steps += usize::from(!decoder.schedule.running().iter().any(|s| s.runs_alone));
         turn(decoder);
         while let Ok(event) = events.try_recv() {
             assert!(!matches!(event, Event::Failed(_)), "{event:?}");
         }
-        let runs = decoder.sequences.iter().any(|s| s.request.id == "small");
+        let runs = decoder.schedule.running().iter().any(|s| s.request.id == "small");
         has_run |= runs;
-        if has_run && !runs && decoder.preempted.iter().all(|s| s.request.id != "small") {
+        if has_run && !runs && decoder.schedule.preempted().iter().all(|s| s.request.id != "small")
+        {
             return steps;
         }
     }
@@ -103,12 +104,12 @@ fn one_request_delays_another_profile_by_at_most_a_turn() {
         let idle = steps(&mut decoder(name), small());
         for ((kind, body), (_, same)) in large_bodies().into_iter().zip(large_bodies()) {
             let alone = &mut decoder(name);
-            let events = alone.queue.add_all(same).unwrap();
+            let events = alone.schedule.queue().add_all(same).unwrap();
             finish(alone);
             let expected: Vec<_> = events.into_iter().map(|mut e| reply(&mut e)).collect();
 
             let decoder = &mut decoder(name);
-            let events = decoder.queue.add_all(body).unwrap();
+            let events = decoder.schedule.queue().add_all(body).unwrap();
             (0..8).for_each(|_| turn(decoder));
             for i in 0..6 {
                 let taken = steps(decoder, small());
@@ -135,15 +136,17 @@ fn one_request_delays_another_profile_by_at_most_a_turn() {
 fn profiles_share_the_slots() {
     let decoder = &mut decoder("llama");
     let running = |decoder: &Decoder, profile: &str| {
-        decoder.sequences.iter().filter(|s| s.request.profile == profile).count()
+        decoder.schedule.running().iter().filter(|s| s.request.profile == profile).count()
     };
-    let _first = decoder.queue.add_all(vec![choices(request("default", 20, 500), 32)]).unwrap();
+    let _first =
+        decoder.schedule.queue().add_all(vec![choices(request("default", 20, 500), 32)]).unwrap();
     (0..4).for_each(|_| turn(decoder));
     assert_eq!(running(decoder, "default"), 4);
-    let _second = decoder.queue.add_all(vec![choices(request("other", 20, 500), 32)]).unwrap();
+    let _second =
+        decoder.schedule.queue().add_all(vec![choices(request("other", 20, 500), 32)]).unwrap();
     (0..8).for_each(|_| turn(decoder));
     assert_eq!((running(decoder, "default"), running(decoder, "other")), (2, 2));
-    let _third = decoder.queue.add(request("third", 20, 500)).unwrap();
+    let _third = decoder.schedule.queue().add(request("third", 20, 500)).unwrap();
     (0..4).for_each(|_| turn(decoder));
     assert_eq!(running(decoder, "third"), 1);
     // Nobody is preempted for ever: what is equal stays.
@@ -164,14 +167,14 @@ fn the_limit_of_a_profile_counts_what_a_request_splits_into() {
             body[0].request.max_tokens = Some(5);
         }
         let decoder = &mut decoder("llama");
-        let events = decoder.queue.add_all(body).unwrap();
+        let events = decoder.schedule.queue().add_all(body).unwrap();
         let mut most = 0;
-        while !decoder.sequences.is_empty()
-            || !decoder.preempted.is_empty()
-            || decoder.queue.waiting() > 0
+        while !decoder.schedule.running().is_empty()
+            || !decoder.schedule.preempted().is_empty()
+            || decoder.schedule.queue().waiting() > 0
         {
             turn(decoder);
-            most = most.max(decoder.sequences.len());
+            most = most.max(decoder.schedule.running().len());
         }
         assert!((1..=2).contains(&most), "{kind}: {most}");
         assert!(events.into_iter().all(|mut events| reply(&mut events).is_some()), "{kind}");
@@ -184,7 +187,7 @@ fn the_limit_of_a_profile_counts_what_a_request_splits_into() {
 fn a_small_request_of_the_same_profile_comes_at_its_turn() {
     for (kind, body) in large_bodies() {
         let decoder = &mut decoder("llama");
-        let _events = decoder.queue.add_all(body).unwrap();
+        let _events = decoder.schedule.queue().add_all(body).unwrap();
         (0..8).for_each(|_| turn(decoder));
         let taken = steps(decoder, request("default", 12, 4));
         // Two turns of 24 steps, and its own steps; all of the large one takes 75 and more.

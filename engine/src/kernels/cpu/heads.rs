@@ -7,36 +7,35 @@ use steersman_cpu_kernels::{self as kernels, Attention, Norm, Rotation, Sequence
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::kernels::Destination;
-use crate::nn::{Heads, Outputs, RmsNorm};
+use crate::kernels::{Destination, HeadsView, NormView, Outputs, RotationView};
 
 /// Parameters before those of the spans.
 const FIXED: usize = 9;
 
-/// Whether there is a kernel for these heads.
-pub fn has_heads(heads: &Heads<'_>, projected: &Outputs<3>) -> bool {
+/// Returns true if there is a kernel for these heads.
+pub fn has_heads(heads: &HeadsView<'_>, projected: &Outputs<3>) -> bool {
     let Outputs::Apart(parts) = projected else { return false };
     let norms = [heads.q_norm, heads.k_norm].into_iter().flatten();
-    let per_head = |norm: &RmsNorm| norm.weight.shape() == [heads.head_dim];
-    fits(parts.iter().chain(norms.clone().map(|norm| &norm.weight)))
+    let per_head = |norm: NormView<'_>| norm.weight.shape() == [heads.head_dim];
+    fits(parts.iter().chain(norms.clone().map(|norm| norm.weight)))
         && Attention::supports(size(heads.head_dim))
         && norms.into_iter().all(per_head)
-        && heads.rope.is_none_or(|rope| rope.has_plain_halves())
+        && heads.rotation.is_none_or(|rotation| rotation.has_plain_halves)
 }
 
 /// Writes the keys and values of all rows to `destinations`, and returns the attention of their queries, gated:
 /// [1, R, H_q D]. The writes happen when it is evaluated.
 pub fn heads(
-    heads: &Heads<'_>,
+    heads: &HeadsView<'_>,
     [q, k, v]: &[Array; 3],
     scale: f32,
     destinations: &[Destination<'_>],
 ) -> Result<Array> {
-    let &Heads { heads: h, kv_heads, head_dim, gated, q_norm, k_norm, rope } = heads;
-    let frequencies = rope.map(|rope| rope.frequencies()).transpose()?;
+    let &HeadsView { heads: h, kv_heads, head_dim, gated, q_norm, k_norm, rotation } = heads;
+    let frequencies = rotation.map(RotationView::frequencies).transpose()?;
     let bits = |number: f32| number.to_bits().cast_signed();
-    let eps = |norm: Option<&RmsNorm>| norm.map_or(0.0, |norm| norm.eps);
-    let given = [q_norm.is_some(), k_norm.is_some(), rope.is_some()];
+    let eps = |norm: Option<NormView<'_>>| norm.map_or(0.0, |norm| norm.eps);
+    let given = [q_norm.is_some(), k_norm.is_some(), rotation.is_some()];
     let given = given.iter().rev().fold(0, |bits, given| 2 * bits + i32::from(*given));
     let mut parameters = vec![
         h,
@@ -46,7 +45,7 @@ pub fn heads(
         bits(scale),
         bits(eps(q_norm)),
         bits(eps(k_norm)),
-        bits(rope.map_or(1.0, |rope| rope.scale())),
+        bits(rotation.map_or(1.0, |rotation| rotation.scale)),
         i32::try_from(destinations.len()).expect("a pass has fewer spans than 2^31"),
     ];
     debug_assert_eq!(parameters.len(), FIXED);
@@ -55,7 +54,7 @@ pub fn heads(
         parameters.extend([to.rows, to.position, to.buffers.len, shared]);
     }
     // What is not given is not read.
-    let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| &norm.weight));
+    let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| norm.weight));
     let mut inputs = vec![q, k, v, q_weight, k_weight, frequencies.unwrap_or(q)];
     inputs.extend(destinations.iter().map(|to| to.buffers.own));
     inputs.extend(destinations.iter().map(|to| to.buffers.shared.map_or(q, |kv| &kv.buffer)));

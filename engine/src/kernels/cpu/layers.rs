@@ -12,8 +12,7 @@ use steersman_cpu_kernels::{
 use super::{ENABLED, elements, list, run, shape, slice_mut};
 use crate::cache::{Element, Writes, WritesOf};
 use crate::error::Result;
-use crate::kernels::GatedDeltaRows;
-use crate::nn::{self, Outputs, Projected, RmsNorm};
+use crate::kernels::{DeltaView, GatedDeltaRows, NormView, Outputs};
 
 /// Whether the kernels are enabled, and all `arrays` are f32.
 pub(super) fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
@@ -43,9 +42,9 @@ unsafe extern "C" fn swiglu_of(views: *const View, count: usize, _: *const i32) 
     }
 }
 
-/// See [`RmsNorm::forward`]. `None` if there is no kernel for the types.
-pub fn rms_norm(x: &Array, norm: &RmsNorm) -> Option<Result<Array>> {
-    let RmsNorm { weight, eps } = norm;
+/// See [`NormView::forward`]. `None` if there is no kernel for the types.
+pub fn rms_norm(x: &Array, norm: NormView<'_>) -> Option<Result<Array>> {
+    let NormView { weight, eps } = norm;
     if !fits([x, weight]) || x.shape().last() != weight.shape().last() || weight.ndim() != 1 {
         return None;
     }
@@ -73,7 +72,7 @@ unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *cons
 /// another, so their bits do not depend on how many there are. `record` asks for what they write. `None` if there is no
 /// kernel for the types or dimensions.
 pub fn gated_delta(
-    layer: &nn::GatedDelta,
+    layer: &DeltaView<'_>,
     x: &Outputs<4>,
     before: [&[&Element]; 2],
     record: bool,
@@ -81,16 +80,16 @@ pub fn gated_delta(
     if !ENABLED.get() {
         return None;
     }
-    let Projected { qkv, z, b, a } = match layer.parts(x) {
+    let [qkv, z, b, a] = match layer.parts(x) {
         Ok(parts) => parts,
         Err(error) => return Some(Err(error)),
     };
     let [batch, rows] = [qkv.dim(0), qkv.dim(1)];
-    let &nn::GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
+    let &DeltaView { key_heads, value_heads, key_dim, value_dim, .. } = layer;
     // Read where they lie: stacking copies the states of all sequences whenever one joins or leaves.
     let [(states, state_places), (tails, tail_places)] = before.map(Element::batches);
-    let mut inputs = vec![&qkv, &z, &b, &a, &layer.a_log, &layer.dt_bias, &layer.norm.weight];
-    inputs.extend(&layer.conv1d);
+    let mut inputs = vec![&qkv, &z, &b, &a, layer.a_log, layer.dt_bias, layer.norm.weight];
+    inputs.extend(layer.conv1d);
     inputs.extend(&states);
     inputs.extend(&tails);
     let supported = GatedDelta::supports(size(key_dim), size(value_dim));
@@ -324,6 +323,7 @@ unsafe extern "C" fn copy_columns(views: *const View, count: usize, _: *const i3
 mod tests {
     use super::*;
     use crate::cache::{Cache, LayerCache, Span};
+    use crate::nn::{self, RmsNorm};
     use mlx_rs::ops::concatenate;
     use mlx_rs::ops::indexing::TryIndexOp;
     use mlx_rs::transforms::eval;

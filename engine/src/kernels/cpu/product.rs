@@ -13,42 +13,39 @@ use steersman_cpu_kernels::{
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::nn::{Dense, Input, Linear, Mode, OwnKernel, Packed, RmsNorm};
+use crate::kernels::{Input, Mode, NormView, PackedView};
 
-/// Whether [`products`] can multiply with a matrix.
-pub fn supports(matrix: &Packed) -> bool {
-    let quantization = matrix.quantization;
+/// Returns true if [`products`] can multiply with a matrix.
+pub fn supports(matrix: PackedView<'_>) -> bool {
+    let PackedView { words, scales, biases, quantization, .. } = matrix;
     let number = |number: i32| usize::try_from(number).unwrap_or(0);
     quantization.mode == Mode::Affine
         && kernels::Packed::supports(number(quantization.bits), number(quantization.group_size))
-        && matrix.weight.ndim() == 2
-        && matrix.weight.dtype() == Dtype::Uint32
-        && has_type(&matrix.scales)
-        && matrix
-            .biases
-            .as_ref()
-            .is_some_and(|biases| has_type(biases) && biases.shape() == matrix.scales.shape())
+        && words.ndim() == 2
+        && words.dtype() == Dtype::Uint32
+        && has_type(scales)
+        && biases.is_some_and(|biases| has_type(biases) && biases.shape() == scales.shape())
 }
 
 fn has_type(array: &Array) -> bool {
     matches!(array.dtype(), Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16)
 }
 
-/// Whether [`products`] can multiply with a matrix of floats.
+/// Returns true if [`products`] can multiply with a matrix of floats.
 pub fn supports_dense(matrix: &Array) -> bool {
     matrix.ndim() == 2
         && has_type(matrix)
         && usize::try_from(matrix.dim(1)).is_ok_and(kernels::Dense::supports)
 }
 
-/// `x` [.., in] through each of `layers`, [.., out] in its dtype, plus `residual` of the same shape if there is one. `None`
-/// if a layer has no kernel, layers have different formats, or `x` does not fit.
+/// `x` [.., in] times each of `matrices`, [.., out] in its dtype, plus `residual` of the same shape if there is one. `None` if
+/// a matrix is, matrices have different formats, or `x` does not fit.
 pub fn products<const N: usize>(
-    layers: [&Linear; N],
+    matrices: [Option<Matrix<'_>>; N],
     x: Input<'_>,
     residual: Option<&Array>,
 ) -> Result<Option<[Array; N]>> {
-    let Some(operation) = Operation::new(layers, x)? else { return Ok(None) };
+    let Some(operation) = Operation::new(matrices, x)? else { return Ok(None) };
     let shapes = operation.shapes();
     let added = operation.matrices.each_ref().map(|matrix| [matrix.bias, residual]);
     // MLX adds numbers of 16 bits to products that are rounded first.
@@ -68,9 +65,9 @@ pub fn products<const N: usize>(
     Ok(Some(outputs))
 }
 
-/// `silu(gate x) * (up x)`, of the layers gate and up. `None` as of [`products`], and if there are biases.
-pub fn swiglu_product(layers: [&Linear; 2], x: Input<'_>) -> Result<Option<Array>> {
-    let Some(operation) = Operation::new(layers, x)? else { return Ok(None) };
+/// `silu(gate x) * (up x)` of the matrices gate and up. `None` where [`products`] returns `None`, and if there are biases.
+pub fn swiglu_product(matrices: [Option<Matrix<'_>>; 2], x: Input<'_>) -> Result<Option<Array>> {
+    let Some(operation) = Operation::new(matrices, x)? else { return Ok(None) };
     let [gate, up] = operation.shapes();
     let has_bias = operation.matrices.iter().any(|matrix| matrix.bias.is_some());
     if !fits([&operation.x]) || has_bias || gate != up {
@@ -80,15 +77,10 @@ pub fn swiglu_product(layers: [&Linear; 2], x: Input<'_>) -> Result<Option<Array
     Ok(Some(y))
 }
 
-/// The rows `ids` [R] (u32) of the matrix of a layer, f32 [1, R, in]. `None` if there is no kernel for it.
-pub fn embed(layer: &Linear, ids: &Array) -> Result<Option<Array>> {
-    let dtype = match layer {
-        Linear::Dense { weight, .. } => weight.dtype,
-        Linear::Quantized { weight, .. } => weight.dtype,
-        Linear::Tiled { .. } => return Ok(None),
-    };
-    let Some(matrix) = Matrix::of(layer) else { return Ok(None) };
-    if dtype != Dtype::Float32 || ids.dtype() != Dtype::Uint32 || ids.ndim() != 1 || !fits([]) {
+/// The rows `ids` [R] (u32) of a matrix, f32 [1, R, in]. `None` if there is no kernel for it.
+pub fn embed(matrix: &Matrix<'_>, ids: &Array) -> Result<Option<Array>> {
+    let is_f32 = matrix.row_dtype == Dtype::Float32;
+    if !is_f32 || ids.dtype() != Dtype::Uint32 || ids.ndim() != 1 || !fits([]) {
         return Ok(None);
     }
     let Format { packed: [bits, group_size], columns, .. } = matrix.format;
@@ -133,40 +125,49 @@ struct Format {
     activations: Activations,
 }
 
-/// The matrix of a layer.
-struct Matrix<'a> {
+/// The matrix of a layer that [`products`] can multiply with.
+pub struct Matrix<'a> {
     format: Format,
     rows: i32,
     /// Words, scales and stored biases, or floats.
     arrays: Vec<&'a Array>,
-    /// Of the layer.
+    /// The bias of the layer, [out].
     bias: Option<&'a Array>,
+    /// Type of the rows of an embedding.
+    row_dtype: Dtype,
 }
 
 impl<'a> Matrix<'a> {
-    /// `None` if there is no kernel for it.
-    fn of(layer: &'a Linear) -> Option<Self> {
-        let [rows, columns] = layer.shape();
-        let (packed, activations, arrays, bias) = match layer {
-            Linear::Quantized { weight, bias } if supports(weight) => {
-                let Packed { weight: words, scales, quantization, own_kernel, .. } = weight;
-                let packed = [quantization.bits, quantization.group_size];
-                let OwnKernel { activations, is_symmetric } = (*own_kernel)?;
-                let mut arrays = vec![words, scales];
-                if !is_symmetric {
-                    arrays.push(weight.biases.as_ref()?);
-                }
-                (packed, activations, arrays, bias)
-            }
-            Linear::Dense { weight: Dense { weight, own_kernel: true, .. }, bias }
-                if supports_dense(weight) =>
-            {
-                ([0, 0], Activations::Exact, vec![weight], bias)
-            }
-            _ => return None,
-        };
-        let format = Format { packed, dtype: arrays[0].dtype(), columns, activations };
-        Some(Self { format, rows, arrays, bias: bias.as_ref() })
+    /// A packed matrix. `is_symmetric` lets the kernel compute stored biases from scales. `None` if there is no kernel for it.
+    pub fn packed(
+        matrix: PackedView<'a>,
+        bias: Option<&'a Array>,
+        activations: Activations,
+        is_symmetric: bool,
+    ) -> Option<Self> {
+        if !supports(matrix) {
+            return None;
+        }
+        let PackedView { words, scales, biases, quantization, dtype } = matrix;
+        let packed = [quantization.bits, quantization.group_size];
+        let mut arrays = vec![words, scales];
+        if !is_symmetric {
+            arrays.push(biases?);
+        }
+        let columns = scales.dim(-1) * quantization.group_size;
+        let format = Format { packed, dtype: words.dtype(), columns, activations };
+        Some(Self { format, rows: words.dim(-2), arrays, bias, row_dtype: dtype })
+    }
+
+    /// A matrix of floats [out, in], whose rows are read as `row_dtype`. `None` if there is no kernel for it.
+    pub fn dense(elements: &'a Array, bias: Option<&'a Array>, row_dtype: Dtype) -> Option<Self> {
+        if !supports_dense(elements) {
+            return None;
+        }
+        let [rows, columns] = [elements.dim(-2), elements.dim(-1)];
+        let (dtype, activations) = (elements.dtype(), Activations::Exact);
+        let format = Format { packed: [0, 0], dtype, columns, activations };
+        Some(Self { format, rows, arrays: vec![elements], bias, row_dtype })
     }
 }
 
@@ -174,16 +175,16 @@ impl<'a> Matrix<'a> {
 struct Operation<'a, const N: usize> {
     matrices: [Matrix<'a>; N],
     x: Array,
-    /// Of `x`, by the kernel.
-    norm: Option<&'a RmsNorm>,
+    /// The norm of `x`, if the kernel computes it.
+    norm: Option<NormView<'a>>,
 }
 
 /// Parameters of [`multiply`] before those of the matrices: whether each has stored biases, a bias and a residual.
 const FIXED: usize = 7;
 
 impl<'a, const N: usize> Operation<'a, N> {
-    fn new(layers: [&'a Linear; N], x: Input<'a>) -> Result<Option<Self>> {
-        let matrices: Option<Vec<_>> = layers.into_iter().map(Matrix::of).collect();
+    fn new(matrices: [Option<Matrix<'a>>; N], x: Input<'a>) -> Result<Option<Self>> {
+        let matrices: Option<Vec<_>> = matrices.into_iter().collect();
         let Some(matrices) = matrices.and_then(|matrices| <[_; N]>::try_from(matrices).ok()) else {
             return Ok(None);
         };
@@ -191,8 +192,8 @@ impl<'a, const N: usize> Operation<'a, N> {
         if matrices.iter().any(|matrix| matrix.format != format) {
             return Ok(None);
         }
-        let norms = |x: &Array, norm: &RmsNorm| {
-            fits([x, &norm.weight]) && norm.weight.shape() == [format.columns]
+        let norms = |x: &Array, norm: NormView<'_>| {
+            fits([x, norm.weight]) && norm.weight.shape() == [format.columns]
         };
         let (x, norm) = match x {
             Input::Normed(x, norm) if norms(x, norm) => (x.clone(), Some(norm)),
@@ -223,7 +224,7 @@ impl<'a, const N: usize> Operation<'a, N> {
         let mut parameters = [&[bits, group_size, eps][..], &flags, &[count]].concat();
         debug_assert_eq!(parameters.len(), FIXED);
         let mut inputs = vec![&self.x];
-        inputs.extend(self.norm.map(|norm| &norm.weight));
+        inputs.extend(self.norm.map(|norm| norm.weight));
         for (matrix, added) in self.matrices.iter().zip(added) {
             inputs.extend(&matrix.arrays);
             inputs.extend(added.into_iter().flatten());
@@ -398,7 +399,7 @@ impl<'a> OwnedFloats<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::Quantization;
+    use crate::nn::{Dense, Linear, OwnKernel, Packed, Quantization, RmsNorm};
     use mlx_rs::transforms::eval;
     use mlx_rs::{Device, DeviceType, random};
 
@@ -407,7 +408,7 @@ mod tests {
             Some(OwnKernel { activations, is_symmetric: matrix.is_symmetric().unwrap() });
         let weight = Packed { own_kernel, ..matrix.clone() };
         let layer = Linear::Quantized { weight, bias: None };
-        products([&layer], Input::Rows(x), None).unwrap().map(|[y]| y)
+        products([layer.matrix()], Input::Rows(x), None).unwrap().map(|[y]| y)
     }
 
     fn exact(x: &Array, matrix: &Packed) -> Option<Array> {
@@ -416,7 +417,7 @@ mod tests {
 
     fn dense_product(x: &Array, matrix: &Array) -> Option<Array> {
         let weight = Dense { own_kernel: true, ..Dense::from(matrix.clone()) };
-        products([&Linear::Dense { weight, bias: None }], Input::Rows(x), None)
+        products([Linear::Dense { weight, bias: None }.matrix()], Input::Rows(x), None)
             .unwrap()
             .map(|[y]| y)
     }
@@ -499,9 +500,10 @@ mod tests {
         };
         let (plain, biased) = (layer(7, 70, None), layer(8, 70, Some(normal(6, &[70]))));
         let (gate, up) = (layer(9, 96, None), layer(10, 96, None));
-        let input = Input::Normed(&x, &norm);
-        let [y, z] = products([&plain, &biased], input, Some(&residual)).unwrap().unwrap();
-        let gated = swiglu_product([&gate, &up], input).unwrap().unwrap();
+        let input = Input::Normed(&x, norm.view());
+        let [y, z] =
+            products([plain.matrix(), biased.matrix()], input, Some(&residual)).unwrap().unwrap();
+        let gated = swiglu_product([gate.matrix(), up.matrix()], input).unwrap().unwrap();
         super::super::enable(false);
         let normed = mlx_rs::fast::rms_norm(&x, Some(&norm.weight), norm.eps).unwrap();
         let silu = |x: Array| x.multiply(mlx_rs::ops::sigmoid(&x).unwrap()).unwrap();
@@ -527,9 +529,12 @@ mod tests {
             let matrix = packed(70, 1152, bits, group_size);
             let weight = Packed { own_kernel: EXACT, ..matrix.clone() };
             let layer = Linear::Quantized { weight, bias: None };
-            assert!(embed(&layer, &ids).unwrap().is_none(), "the kernels are not enabled");
+            assert!(
+                embed(&layer.matrix().unwrap(), &ids).unwrap().is_none(),
+                "the kernels are not enabled"
+            );
             super::super::enable(true);
-            let rows = embed(&layer, &ids).unwrap().unwrap();
+            let rows = embed(&layer.matrix().unwrap(), &ids).unwrap().unwrap();
             super::super::enable(false);
             let expected = matrix.rows(&ids).unwrap().dequantize().unwrap().expand_dims(0).unwrap();
             assert_eq!((rows.shape(), rows.dtype()), (expected.shape(), expected.dtype()));
@@ -600,10 +605,10 @@ mod tests {
 
     #[test]
     fn other_formats_have_no_kernel() {
-        assert!(supports(&packed(32, 128, 4, 64)));
-        assert!(!supports(&packed(32, 128, 6, 64)));
+        assert!(supports(packed(32, 128, 4, 64).view()));
+        assert!(!supports(packed(32, 128, 6, 64).view()));
         let mxfp4 = Quantization { group_size: 32, bits: 4, mode: Mode::Mxfp4 };
-        assert!(!supports(&Packed::quantize(&normal(6, &[32, 128]), mxfp4)));
+        assert!(!supports(Packed::quantize(&normal(6, &[32, 128]), mxfp4).view()));
         let wrong = exact(&normal(7, &[1, 64]), &packed(32, 128, 4, 64));
         assert!(wrong.is_none());
     }

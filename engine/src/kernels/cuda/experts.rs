@@ -6,7 +6,7 @@ use mlx_rs::{Array, Dtype};
 use super::tiled::QUANTIZATION;
 use super::{Kernel, Launch, is_enabled};
 use crate::error::Result;
-use crate::nn::{Block, Gate, GatedMlp, Input, Linear, Mode, Moe, Packed, Quantization, RmsNorm};
+use crate::kernels::{ExpertsView, Input, Mode, NormView, PackedView, Quantization, SharedGate};
 
 const CHOOSE: Kernel = Kernel {
     name: "choose",
@@ -74,33 +74,29 @@ const DOWN_OUTPUTS: i32 = 2;
 const THREADS: i32 = 256;
 
 /// Arrays of a stack of matrices in the kernels' format: words, scales and biases.
-fn stack(linear: &Linear) -> Option<[&Array; 3]> {
-    let Linear::Quantized { weight, bias: None } = linear else { return None };
-    packed(weight, QUANTIZATION).filter(|[words, ..]| words.ndim() == 3)
+fn stack(matrices: PackedView<'_>) -> Option<[&Array; 3]> {
+    packed(matrices, QUANTIZATION).filter(|[words, ..]| words.ndim() == 3)
 }
 
-fn packed(weight: &Packed, quantization: Quantization) -> Option<[&Array; 3]> {
-    let biases = weight.biases.as_ref()?;
-    let types = [weight.scales.dtype(), biases.dtype()];
-    (weight.quantization == quantization && types == [Dtype::Bfloat16; 2]).then_some([
-        &weight.weight,
-        &weight.scales,
-        biases,
-    ])
+fn packed(matrix: PackedView<'_>, quantization: Quantization) -> Option<[&Array; 3]> {
+    let PackedView { words, scales, biases, .. } = matrix;
+    let biases = biases?;
+    let types = [scales.dtype(), biases.dtype()];
+    let fits = matrix.quantization == quantization && types == [Dtype::Bfloat16; 2];
+    fits.then_some([words, scales, biases])
 }
 
 /// The gate of a shared expert as the constant GATE, and its arrays; those of `x` where there are none.
-fn shared_gate<'a>(gate: Option<&'a Linear>, x: &'a Array) -> Option<(i32, [&'a Array; 3])> {
+fn shared_gate<'a>(gate: Option<SharedGate<'a>>, x: &'a Array) -> Option<(i32, [&'a Array; 3])> {
     match gate {
         None => Some((0, [x; 3])),
-        Some(Linear::Dense { weight, bias: None }) if weight.weight.dtype() == Dtype::Bfloat16 => {
-            Some((1, [&weight.weight, x, x]))
+        Some(SharedGate::Dense(weight)) => {
+            (weight.dtype() == Dtype::Bfloat16).then_some((1, [weight, x, x]))
         }
-        Some(Linear::Quantized { weight, bias: None }) => [4, 8].into_iter().find_map(|bits| {
+        Some(SharedGate::Packed(weight)) => [4, 8].into_iter().find_map(|bits| {
             let quantization = Quantization { group_size: 64, bits, mode: Mode::Affine };
             Some((bits, packed(weight, quantization)?))
         }),
-        Some(_) => None,
     }
 }
 
@@ -125,21 +121,23 @@ fn launch<'a>(
     }
 }
 
+/// A product of rows: the scores of the router, or the shared expert.
+type Rows<'a> = &'a dyn Fn(Input<'_>) -> Result<Array>;
+
 /// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
-pub fn experts(moe: &Moe, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
+/// `router` computes the scores of all experts [1, R, E], `shared` the shared expert without its gate, if there is one.
+pub fn experts(
+    moe: &ExpertsView<'_>,
+    x: &Array,
+    norm: NormView<'_>,
+    router: Rows<'_>,
+    shared: Option<Rows<'_>>,
+) -> Result<Option<Array>> {
     let [rows, d] = [x.dim(1), x.dim(2)];
-    let Block::Gated(GatedMlp { gate: Gate::Silu, gate_up, down_proj }) = &moe.experts.0 else {
-        return Ok(None);
-    };
-    let (Some([gate_proj, up_proj]), Some(down)) = (gate_up.apart(), stack(down_proj)) else {
-        return Ok(None);
-    };
-    let (Some(gate), Some(up)) = (stack(gate_proj), stack(up_proj)) else { return Ok(None) };
-    let shared_gate_of = moe.shared.as_ref().and_then(|shared| shared.gate.as_ref());
-    let Some((gate_kind, gate_arrays)) = shared_gate(shared_gate_of, x) else { return Ok(None) };
+    let [Some(gate), Some(up), Some(down)] = moe.stacks.map(stack) else { return Ok(None) };
+    let Some((gate_kind, gate_arrays)) = shared_gate(moe.shared_gate, x) else { return Ok(None) };
     let [count, f] = [gate[0].dim(0), gate[0].dim(1)];
     let fits = is_enabled()
-        && moe.groups.is_none()
         && rows <= ROWS
         && moe.top_k <= TOP_K
         && count <= EXPERTS
@@ -149,14 +147,14 @@ pub fn experts(moe: &Moe, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
     if !fits {
         return Ok(None);
     }
-    let scores = moe.gate.apply(Input::Normed(x, norm), None)?;
+    let scores = router(Input::Normed(x, norm))?;
     if scores.dtype() != Dtype::Bfloat16 {
         return Ok(None);
     }
     let (k, bits) = (moe.top_k, |number: f32| number.to_bits().cast_signed());
     let [gate_words, gate_scales, gate_biases] = gate_arrays;
     let choice = CHOOSE.run(&launch(
-        &[&scores, x, &norm.weight, gate_words, gate_scales, gate_biases],
+        &[&scores, x, norm.weight, gate_words, gate_scales, gate_biases],
         &[(&[rows * k], Dtype::Uint32), (&[rows * k], Dtype::Bfloat16), (&[rows], Dtype::Bfloat16)],
         &[
             ("E", count),
@@ -174,14 +172,13 @@ pub fn experts(moe: &Moe, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
     let [chosen, shares, shared_gate] = &choice[..] else { unreachable!("three outputs") };
     let blocks = |outputs: i32, of_warp: i32| (outputs + WARPS * of_warp - 1) / (WARPS * of_warp);
     let mid = GATE_UP.run(&launch(
-        &[x, &norm.weight, chosen, gate[0], gate[1], gate[2], up[0], up[1], up[2]],
+        &[x, norm.weight, chosen, gate[0], gate[1], gate[2], up[0], up[1], up[2]],
         &[(&[rows * k, f], Dtype::Bfloat16)],
         &[("D", d), ("F", f), ("TOP_K", k), ("EPS", bits(norm.eps)), ("WARPS", WARPS)],
         [blocks(f, GATE_UP_OUTPUTS), rows * k, 1],
         32 * WARPS,
     ))?;
-    let shared = moe.shared.as_ref().map(|shared| shared.expert.forward_of(Input::Normed(x, norm)));
-    let shared = shared.transpose()?;
+    let shared = shared.map(|shared| shared(Input::Normed(x, norm))).transpose()?;
     let kind = match (&shared, gate_kind) {
         (None, _) => 0,
         (Some(_), 0) => 1,

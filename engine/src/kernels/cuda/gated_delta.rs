@@ -5,8 +5,7 @@ use mlx_rs::Dtype;
 use super::{Kernel, Launch, MULTIPROCESSORS, enabled};
 use crate::cache::{Element, Writes};
 use crate::error::Result;
-use crate::kernels::GatedDeltaRows;
-use crate::nn::{GatedDelta, Outputs};
+use crate::kernels::{DeltaView, GatedDeltaRows, Outputs};
 
 const INPUTS: &[&str] = &[
     "qkv", "z", "b", "a", "tail", "state", "a_log", "dt_bias", "norm", "tap0", "tap1", "tap2",
@@ -53,13 +52,13 @@ fn parts(heads: i32, value_dim: i32) -> i32 {
 /// another: their bits do not depend on how many there are. `record` asks for what they write. `None` if there
 /// is no kernel for the layer.
 pub fn gated_delta(
-    layer: &GatedDelta,
+    layer: &DeltaView<'_>,
     x: &Outputs<4>,
     before: [&[&Element]; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {
-    let &GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
-    let [tap0, tap1, tap2, tap3] = &layer.conv1d[..] else { return Ok(None) };
+    let &DeltaView { key_heads, value_heads, key_dim, value_dim, .. } = layer;
+    let [tap0, tap1, tap2, tap3] = layer.conv1d else { return Ok(None) };
     let fits = key_dim % LANES == 0
         && value_dim % WARPS == 0
         && (value_dim / WARPS) <= LANES
@@ -96,9 +95,9 @@ pub fn gated_delta(
             a,
             &tail,
             &state,
-            &layer.a_log,
-            &layer.dt_bias,
-            &layer.norm.weight,
+            layer.a_log,
+            layer.dt_bias,
+            layer.norm.weight,
             tap0,
             tap1,
             tap2,

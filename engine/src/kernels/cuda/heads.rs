@@ -7,8 +7,7 @@ use super::kernel::{LaunchSpan, SPANS};
 use super::{Kernel, Launch, is_enabled};
 use crate::cache::Span;
 use crate::error::Result;
-use crate::kernels::{Destination, HeadsRows};
-use crate::nn::{Heads, Outputs};
+use crate::kernels::{Destination, HeadsRows, HeadsView, NormView, Outputs};
 
 const KERNEL: Kernel = Kernel {
     name: "heads",
@@ -19,11 +18,11 @@ const KERNEL: Kernel = Kernel {
     source: include_str!("heads.cu"),
 };
 
-/// Whether there is a kernel for these heads and the rows of `spans`.
-pub fn has_heads(heads: &Heads<'_>, spans: &[Span<'_>]) -> bool {
-    let rotates = heads.rope.is_none_or(|rope| rope.has_plain_halves());
+/// Returns true if there is a kernel for these heads and the rows of `spans`.
+pub fn has_heads(heads: &HeadsView<'_>, spans: &[Span<'_>]) -> bool {
+    let rotates = heads.rotation.is_none_or(|rotation| rotation.has_plain_halves);
     let (q_norm, k_norm) = (heads.q_norm, heads.k_norm);
-    let is_per_head = |norm: &crate::nn::RmsNorm| norm.weight.dim(0) == heads.head_dim;
+    let is_per_head = |norm: NormView<'_>| norm.weight.dim(0) == heads.head_dim;
     let alike = match (q_norm, k_norm) {
         (Some(q), Some(k)) => {
             is_per_head(q) && is_per_head(k) && q.eps.to_bits() == k.eps.to_bits()
@@ -41,7 +40,7 @@ pub fn has_heads(heads: &Heads<'_>, spans: &[Span<'_>]) -> bool {
 
 /// [`crate::kernels::heads`]
 pub fn attend_heads<'a>(
-    of: &Heads<'_>,
+    of: &HeadsView<'_>,
     projected: &Outputs<3>,
     scale: f32,
     destinations: &[Destination<'a>],
@@ -64,28 +63,21 @@ pub fn attend_heads<'a>(
 
 /// Writes the keys and values of all rows to the buffers of `spans` and returns the queries [1, R, H_q, D]. The writes
 /// happen when these are evaluated.
-fn heads(heads: &Heads<'_>, projected: &Outputs<3>, spans: &[LaunchSpan<'_>]) -> Result<Array> {
+fn heads(heads: &HeadsView<'_>, projected: &Outputs<3>, spans: &[LaunchSpan<'_>]) -> Result<Array> {
     let ([q, k, v], joined) = match projected {
         Outputs::Joined(all) => ([all; 3], 1),
         Outputs::Apart(parts) => (parts.each_ref(), 0),
     };
-    let &Heads { heads: h, kv_heads: h_kv, head_dim: d, gated, rope, q_norm, k_norm, .. } = heads;
+    let &HeadsView { heads: h, kv_heads: h_kv, head_dim: d, gated, rotation, q_norm, k_norm } =
+        heads;
     let dtype = q.dtype();
     // Inputs that are not used are not read.
-    let weight = |norm: Option<&crate::nn::RmsNorm>| norm.map(|norm| norm.weight.clone());
-    let (q_weight, k_weight) = (weight(q_norm), weight(k_norm));
-    let wavelengths = rope.and_then(|rope| rope.wavelengths());
+    let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| norm.weight));
+    let wavelengths = rotation.and_then(|rotation| rotation.wavelengths);
     let bits = |number: f32| number.to_bits().cast_signed();
     let rows = spans.iter().map(|span| span.rows).sum();
     let outputs = KERNEL.run(&Launch {
-        inputs: &[
-            q,
-            k,
-            v,
-            q_weight.as_ref().unwrap_or(q),
-            k_weight.as_ref().unwrap_or(q),
-            wavelengths.unwrap_or(q),
-        ],
+        inputs: &[q, k, v, q_weight, k_weight, wavelengths.unwrap_or(q)],
         outputs: &[(&[1, rows, h, d], dtype)],
         numbers: &[],
         spans,
@@ -97,10 +89,10 @@ fn heads(heads: &Heads<'_>, projected: &Outputs<3>, spans: &[LaunchSpan<'_>]) ->
             ("JOINED", joined),
             ("NORMED", i32::from(q_norm.is_some())),
             ("EPS", bits(q_norm.map_or(0.0, |norm| norm.eps))),
-            ("DIMS", rope.map_or(0, |rope| rope.dims())),
+            ("DIMS", rotation.map_or(0, |rotation| rotation.dims)),
             ("STRETCHED", i32::from(wavelengths.is_some())),
-            ("BASE", bits(rope.map_or(1.0, |rope| rope.theta()).log2())),
-            ("SCALE", bits(rope.map_or(1.0, |rope| rope.scale()))),
+            ("BASE", bits(rotation.map_or(1.0, |rotation| rotation.theta).log2())),
+            ("SCALE", bits(rotation.map_or(1.0, |rotation| rotation.scale))),
         ],
         dtype,
         blocks: [h + 2 * h_kv, rows, 1],

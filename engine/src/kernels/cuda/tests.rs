@@ -246,7 +246,7 @@ fn attention_equals_its_operations() {
 fn layers(seed: u64, shape: [i32; 2]) -> [Linear; 2] {
     let weight = Packed::quantize(&normal(seed, &shape, Dtype::Bfloat16), QUANTIZATION);
     enable(true);
-    let tiled = Tiled::new(&weight).unwrap().unwrap();
+    let tiled = Tiled::new(weight.view()).unwrap().unwrap();
     enable(false);
     let reference = Linear::Quantized { weight, bias: None };
     let own = Linear::Tiled { weight: tiled, bias: None };
@@ -255,7 +255,7 @@ fn layers(seed: u64, shape: [i32; 2]) -> [Linear; 2] {
 }
 
 fn input<'a>(x: &'a Array, norm: Option<&'a RmsNorm>) -> Input<'a> {
-    norm.map_or(Input::Rows(x), |norm| Input::Normed(x, norm))
+    norm.map_or(Input::Rows(x), |norm| Input::Normed(x, norm.view()))
 }
 
 /// The result of `run` with kernels, and its first row with kernels.
@@ -293,7 +293,7 @@ fn product_equals_its_operation() {
             else {
                 unreachable!("made so by `layers`")
             };
-            let packed = tiled.packed().unwrap();
+            let packed = Packed::from_tiled(tiled).unwrap();
             for (a, b) in [(&packed.weight, &weight.weight), (&packed.scales, &weight.scales)] {
                 assert_eq!(error(a, b), 0.0, "{inputs} {outputs}");
             }
@@ -402,7 +402,7 @@ fn layers_of_all_sizes_are_joined() {
         enable(true);
         let loaded = parts.map(|part| {
             let Linear::Quantized { weight, .. } = &part else { unreachable!("made above") };
-            Tiled::new(weight)
+            Tiled::new(weight.view())
                 .unwrap()
                 .map_or(part.clone(), |weight| Linear::Tiled { weight, bias: None })
         });
@@ -450,7 +450,7 @@ fn experts_equal_their_operations() {
         // As a model is loaded. MLX's products of 8 rows do not have the bits of those of one.
         let tiled = |linear: Linear| {
             let Linear::Quantized { weight, .. } = &linear else { unreachable!("packed above") };
-            Linear::Tiled { weight: Tiled::new(weight).unwrap().unwrap(), bias: None }
+            Linear::Tiled { weight: Tiled::new(weight.view()).unwrap().unwrap(), bias: None }
         };
         let block = |sides: [Linear; 2], down_proj: Linear| {
             let gate_up = Joined::new(sides).unwrap();

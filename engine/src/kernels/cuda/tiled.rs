@@ -14,7 +14,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::{Capability, Kernel, Launch, MULTIPROCESSORS, enabled};
 use crate::error::Result;
-use crate::nn::{DENSE_ROWS, Input, Mode, Packed, Quantization};
+use crate::kernels::{DENSE_ROWS, Input, Mode, PackedView, Quantization};
 
 const KERNEL: Kernel = Kernel {
     name: "tiled",
@@ -81,10 +81,16 @@ pub struct Tiled {
 }
 
 impl Tiled {
+    /// The format of the matrices.
+    pub const QUANTIZATION: Quantization = QUANTIZATION;
+
+    /// The type of the dequantized matrices.
+    pub const DTYPE: Dtype = Dtype::Bfloat16;
+
     /// `matrix` in tiles. `None` if there is no kernel for its format or its number of inputs, or none is used.
-    pub fn new(matrix: &Packed) -> Result<Option<Self>> {
-        let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
-        let [outputs, inputs] = [matrix.weight.dim(0), matrix.weight.dim(1) * 8];
+    pub fn new(matrix: PackedView<'_>) -> Result<Option<Self>> {
+        let (Some(biases), 2) = (matrix.biases, matrix.words.ndim()) else { return Ok(None) };
+        let [outputs, inputs] = [matrix.words.dim(0), matrix.words.dim(1) * 8];
         let types = [matrix.scales.dtype(), biases.dtype(), matrix.dtype];
         let set = Product { rows: SET, outputs, inputs, normed: true, gated: false };
         let fits = matrix.quantization == QUANTIZATION
@@ -100,7 +106,7 @@ impl Tiled {
                 [tiles * TILE - outputs, slabs * array.dim(1) * SLAB / inputs - array.dim(1)];
             Ok(pad(array, &widths.map(|width| (0, width))[..], None, None)?)
         };
-        let words = filled(&matrix.weight)?
+        let words = filled(matrix.words)?
             .reshape(&[tiles, 2, 8, slabs, 4, 4, 2])?
             .transpose_axes(&[0, 3, 4, 2, 5, 1, 6])?
             .reshape(&[tiles, slabs, -1])?;
@@ -111,14 +117,14 @@ impl Tiled {
                 .reshape(&[tiles, slabs, -1])?;
             Ok(ordered.contiguous()?.view::<u32>()?)
         };
-        let words = concatenate(&[words, by_group(&matrix.scales)?, by_group(biases)?], 2)?;
+        let words = concatenate(&[words, by_group(matrix.scales)?, by_group(biases)?], 2)?;
         // The matrix in the other order is freed at once.
         eval([&words])?;
         Ok(Some(Self { words, outputs, inputs }))
     }
 
-    /// The matrix in MLX's order, as [`Tiled::new`] got it.
-    pub fn packed(&self) -> Result<Packed> {
+    /// Words, scales and biases in MLX's order, as [`Tiled::new`] got them.
+    pub fn packed(&self) -> Result<[Array; 3]> {
         let (tiles, slabs) = (self.words.dim(0), self.words.dim(1));
         let part = |range: Range<i32>| self.words.try_index((.., .., range));
         let whole = |array: Array, inputs: i32| -> Result<Array> {
@@ -135,14 +141,11 @@ impl Tiled {
                 array.reshape(&[tiles, slabs, 8, 2, 4])?.transpose_axes(&[0, 3, 2, 1, 4])?;
             whole(array, self.inputs / QUANTIZATION.group_size)
         };
-        Ok(Packed {
-            weight: whole(words, self.inputs / 8)?,
-            scales: by_group(TILE_WORDS..TILE_WORDS + 32)?,
-            biases: Some(by_group(TILE_WORDS + 32..TILE_WORDS + 64)?),
-            quantization: QUANTIZATION,
-            dtype: Dtype::Bfloat16,
-            own_kernel: None,
-        })
+        Ok([
+            whole(words, self.inputs / 8)?,
+            by_group(TILE_WORDS..TILE_WORDS + 32)?,
+            by_group(TILE_WORDS + 32..TILE_WORDS + 64)?,
+        ])
     }
 
     /// One matrix with the outputs of all `parts`, which have the same inputs. `None` if a part but the last does not fill
@@ -179,7 +182,7 @@ impl Tiled {
         self.run(x, residual, false)
     }
 
-    /// [`swiglu`](crate::nn::swiglu) of the product: of the matrix's outputs, the first half are gates and the second
+    /// SwiGLU of the product: of the matrix's outputs, the first half are gates and the second
     /// half ups. [.., R, out / 2]; `None` as for [`Tiled::product`].
     pub fn swiglu(&self, x: Input<'_>) -> Result<Option<Array>> {
         self.run(x, None, true)
@@ -218,7 +221,7 @@ impl Tiled {
         // Inputs that are not used are not read.
         let (x, norm, eps) = match x {
             Input::Rows(x) => (x, None, 0.0),
-            Input::Normed(x, norm) => (x, Some(&norm.weight), norm.eps),
+            Input::Normed(x, norm) => (x, Some(norm.weight), norm.eps),
         };
         let [outputs, inputs] = self.shape();
         let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / inputs;
