@@ -442,7 +442,8 @@ mod tests {
     use super::*;
     use crate::request::Sampling;
     use crate::sample::noise::mix;
-    use crate::sample::rows::{Row, sample};
+    use crate::sample::row::Row;
+    use crate::sample::rows::sample;
 
     /// Probabilities of the next token after each of five tokens, for a model and for a drafter that
     /// is roughly right.

@@ -29,7 +29,7 @@ use crate::error::{Error, Result, catch_panic};
 use crate::lazy::{reshape, submit};
 use crate::nn::pick_rows;
 use crate::request::{FinishReason, Sampling};
-use crate::sample::rows::Row;
+use crate::sample::row::Row;
 use crate::sample::samples::{Input, Logits, SampleOf, Samples};
 use crate::schedule::memory::{Before, Section};
 use crate::sequence::next_token::{Computing, NextLogits, Sampled, StepInput, VerifyPass};

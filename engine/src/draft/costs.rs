@@ -16,7 +16,8 @@ use crate::lazy::{reshape, submit};
 use crate::model::{Model, Pass};
 use crate::nn::token_ids;
 use crate::request::Sampling;
-use crate::sample::rows::{Row, sample};
+use crate::sample::row::Row;
+use crate::sample::rows::sample;
 use crate::sample::sampler::Sampler;
 use crate::sample::samples::{Logits, Samples};
 

@@ -15,7 +15,7 @@ use crate::lazy::reshape;
 use crate::model::{Model, Pass};
 use crate::nn::token_ids;
 use crate::nn::{joined_rows, pick_rows};
-use crate::sample::rows::Row;
+use crate::sample::row::Row;
 use crate::sample::sampler::Sampler;
 use crate::sample::samples::{Logits, Samples};
 

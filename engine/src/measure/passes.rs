@@ -22,7 +22,8 @@ use crate::error::Result;
 use crate::lazy::{pending_operations, submit};
 use crate::nn::token_ids;
 use crate::request::Sampling;
-use crate::sample::rows::{Row, sample};
+use crate::sample::row::Row;
+use crate::sample::rows::sample;
 use crate::schedule::memory;
 
 /// Steps whose mean is one measurement.

@@ -25,7 +25,8 @@ use crate::nn::token_ids;
 use crate::policy::SamplingPatch;
 use crate::request::{Event, Request, Sampling};
 use crate::sample::noise::mix;
-use crate::sample::rows::{Row, sample_with_margins};
+use crate::sample::row::Row;
+use crate::sample::rows::sample_with_margins;
 use crate::sequence::Sequence;
 
 /// Depth of drafts on [`DecodePath::Drafted`].

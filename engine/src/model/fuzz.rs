@@ -8,7 +8,7 @@ use std::path::Path;
 use mlx_rs::{Array, Dtype};
 use serde_json::{Map, Value, json};
 
-use super::weights::Storage;
+use super::storage::Storage;
 use super::{FAMILIES, Weights, check};
 
 /// Values that a key may wrongly have.

@@ -11,7 +11,7 @@ use mlx_rs::ops::concatenate;
 use steersman_gguf::quants::GROUP;
 use steersman_gguf::{Data, Floats, Form, Model, Tensor};
 
-use super::weights::Storage;
+use super::storage::Storage;
 use crate::error::{ConfigError, Error, Result};
 use crate::loading;
 use crate::nn::{Mode, Quantization};

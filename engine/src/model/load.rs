@@ -7,7 +7,7 @@ use mlx_rs::{Device, DeviceType, Dtype, memory};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::weights::Storage;
+use super::storage::Storage;
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};

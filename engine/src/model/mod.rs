@@ -45,6 +45,7 @@ mod qwen3_next;
 #[cfg(test)]
 mod shapes;
 mod smollm3;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod weights;

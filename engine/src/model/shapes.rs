@@ -9,7 +9,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
 
-use super::weights::Storage;
+use super::storage::Storage;
 use super::{FAMILIES, Weights, check};
 use crate::error::Result;
 use crate::kernels::cpu::Activations;

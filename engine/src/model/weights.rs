@@ -17,9 +17,10 @@ use serde_json::{Map, Value, json};
 use steersman_files::{FilePath, NameError};
 use steersman_gguf::files;
 
+use super::storage::Storage;
 use super::{check, fp8, gguf};
 use crate::error::{ConfigError, Error, Result};
-use crate::kernels::cpu::{self, Activations};
+use crate::kernels::cpu;
 use crate::kernels::cuda::Tiled;
 use crate::loading;
 use crate::nn::{Dense, Linear, Mode, OwnKernel, Packed, Quantization, message, scaled};
@@ -49,18 +50,6 @@ pub struct Weights {
     taps: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
-}
-
-/// What becomes of quantized matrices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Storage {
-    /// They stay packed, and MLX multiplies with them.
-    Packed,
-    /// They are dequantized.
-    Dequantized,
-    /// Those that [`cpu`] can multiply with stay packed, the others are dequantized. Matrices of floats that it can multiply
-    /// with stay in 16 bits.
-    OwnKernels(Activations),
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.

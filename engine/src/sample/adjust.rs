@@ -8,7 +8,7 @@ use mlx_rs::ops::indexing::{put_along_axis, take_along_axis};
 use mlx_rs::ops::select;
 use mlx_rs::{Array, Dtype};
 
-use super::rows::Row;
+use super::row::Row;
 use crate::error::Result;
 
 /// `logits` [R, V] as the rows change them, in f32 if they do.

@@ -11,7 +11,7 @@ use std::cmp::Ordering;
 use steersman_cpu_kernels::{random_bits, random_bits_at, sum_exp};
 
 use super::adjust::adjusted_on_host;
-use super::rows::{Row, is_greedy};
+use super::row::{Row, is_greedy};
 use crate::request::Sampling;
 
 /// Most tokens that are collected before those below the `k` best of them are dropped, in multiples of `k`.

@@ -8,7 +8,7 @@ use mlx_rs::ops::{argsort_axis, maximum};
 use mlx_rs::{Array, Dtype};
 
 use super::adjust::adjusted;
-use super::rows::Row;
+use super::row::Row;
 use crate::error::Result;
 
 /// Logarithmic probabilities of a token for each row, and of the likeliest ones; possibly still being

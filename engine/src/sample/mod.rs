@@ -9,6 +9,7 @@ pub mod host;
 pub mod logprobs;
 pub mod noise;
 pub mod penalties;
+pub mod row;
 pub mod rows;
 pub mod sampler;
 pub mod samples;

@@ -10,8 +10,6 @@
 //! The largest of logits plus Gumbel noise is a sample of their softmax. Two models that use the same
 //! noise tend to sample the same token, which raises the acceptance rate of drafts.
 
-use std::rc::Rc;
-
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, put_along_axis, take_along_axis};
 use mlx_rs::ops::{
     arange, argpartition_axis, argsort_axis, broadcast_to, concatenate, select, softmax_axis,
@@ -20,58 +18,13 @@ use mlx_rs::{Array, Dtype};
 
 use super::adjust::adjusted;
 use super::noise::{bits, gumbel};
-use super::penalties::Penalty;
+use super::row::{Row, is_greedy};
 use crate::error::Result;
 use crate::request::Sampling;
 
 /// Rows with at most this top-k sort only as many columns, which are selected first. Sorting a whole row
 /// costs several times as much.
 const FEW: i32 = 64;
-
-/// Up to this temperature a row is greedy. A lower one changes nothing but near-ties, and near 0 the
-/// division of logits by it overflows: all tokens were equally likely.
-const GREEDY_TEMPERATURE: f32 = 1e-4;
-
-/// How the token after one row of logits is sampled.
-#[derive(Debug, Clone)]
-pub struct Row {
-    /// Temperature and filters.
-    pub sampling: Sampling,
-    /// The key of its noise: [`super::noise::mix`] of the seed and the position of the token.
-    pub key: u64,
-    /// Added to the logits first: tokens, each once, and finite numbers, or minus infinity to ban one.
-    pub offsets: Rc<[(u32, f32)]>,
-    /// Applied after the offsets; each token once.
-    pub penalties: Rc<[Penalty]>,
-    /// The only tokens that may be sampled: bit `id % 32` of word `id / 32`. `None` for all.
-    pub mask: Option<Rc<[u32]>>,
-}
-
-impl Row {
-    /// A row that changes no logits.
-    pub fn new(sampling: Sampling, key: u64) -> Self {
-        let (offsets, penalties, mask) = (Rc::default(), Rc::default(), None);
-        Self { sampling, key, offsets, penalties, mask }
-    }
-
-    fn kind(&self, vocabulary: i32) -> Kind {
-        let top_k = self.sampling.top_k;
-        if is_greedy(&self.sampling) {
-            Kind::Greedy
-        } else if (1..=FEW as u32).contains(&top_k) && FEW < vocabulary {
-            Kind::Few
-        } else if self.sampling.has_filters() {
-            Kind::Filtered
-        } else {
-            Kind::Warm
-        }
-    }
-}
-
-/// Whether the largest logit is sampled.
-pub fn is_greedy(sampling: &Sampling) -> bool {
-    sampling.temperature <= GREEDY_TEMPERATURE
-}
 
 /// What is computed for a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +40,20 @@ enum Kind {
 }
 
 const KINDS: [Kind; 4] = [Kind::Greedy, Kind::Warm, Kind::Few, Kind::Filtered];
+
+/// What is computed for `row` over `vocabulary` logits.
+fn kind(row: &Row, vocabulary: i32) -> Kind {
+    let top_k = row.sampling.top_k;
+    if is_greedy(&row.sampling) {
+        Kind::Greedy
+    } else if (1..=FEW as u32).contains(&top_k) && FEW < vocabulary {
+        Kind::Few
+    } else if row.sampling.has_filters() {
+        Kind::Filtered
+    } else {
+        Kind::Warm
+    }
+}
 
 /// The first `vocabulary` columns of `logits` [.., V]: some models pad their head to a round number,
 /// and two models sample with the same noise only over the same number of columns.
@@ -123,7 +90,7 @@ pub fn sample_with_margins(logits: &Array, rows: &[Row]) -> Result<(Array, Array
 /// Tokens u32 [R] and, if `leads` are wanted, how far the score of each is above the second best: f32 [R].
 fn sample_rows(logits: &Array, rows: &[Row], leads: bool) -> Result<(Array, Option<Array>)> {
     let logits = adjusted(logits, rows)?;
-    let kinds: Vec<Kind> = rows.iter().map(|row| row.kind(logits.dim(1))).collect();
+    let kinds: Vec<Kind> = rows.iter().map(|row| kind(row, logits.dim(1))).collect();
     if kinds.iter().all(|&kind| kind == kinds[0]) {
         return sample_kind(kinds[0], &logits, &rows.iter().collect::<Vec<_>>(), leads);
     }
@@ -239,6 +206,8 @@ fn filtered(sorted: &Array, rows: &[&Row]) -> Result<Array> {
 
 #[cfg(test)]
 mod tests {
+    use std::rc::Rc;
+
     use super::super::noise::mix;
     use super::*;
 

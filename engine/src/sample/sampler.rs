@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use super::noise::mix;
-use super::rows::Row;
+use super::row::Row;
 use crate::policy::{SamplingPatch, TokenBias};
 use crate::request::Sampling;
 

@@ -14,7 +14,8 @@ use mlx_rs::{Array, Dtype};
 
 use super::host;
 use super::logprobs::Logprobs;
-use super::rows::{Row, sample, sample_with_margins, within};
+use super::row::Row;
+use super::rows::{sample, sample_with_margins, within};
 use crate::error::Result;
 use crate::kernels::cpu;
 use crate::lazy;

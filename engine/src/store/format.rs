@@ -29,7 +29,18 @@ use std::io::{BufRead, Error, ErrorKind, Read, Result};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::{Key, Layout, Tensor};
+use super::{Key, Tensor};
+
+/// Everything of a tensor but its elements.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layout {
+    /// Element type, as in [`Tensor`].
+    pub dtype: String,
+    /// Extent of each axis.
+    pub shape: Vec<i32>,
+    /// Bytes of the elements.
+    pub bytes: usize,
+}
 
 /// The first bytes of every encoded part.
 pub(super) const MAGIC: [u8; 8] = *b"STEERSNP";

@@ -42,9 +42,10 @@ mod report;
 
 pub use self::env::{StoreEnv, WallClock};
 pub use self::error::StoreError;
+pub use self::format::Layout;
 pub use self::keys::{BLOCK_TOKENS, Key, KeyChain, state_key};
 pub(crate) use self::lru::{Lru, Recency};
-pub use self::queued::{Layout, QueuedPart};
+pub use self::queued::QueuedPart;
 pub use self::record::PartKind;
 pub use self::redb::{ImportReport, KindSize, RedbStore, StoreFile, StoredPrefix, VerifyReport};
 pub use self::report::{StoreCounts, StoreReport, StoreReporter, StoredSize};

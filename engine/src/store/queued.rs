@@ -6,18 +6,8 @@
 use std::fmt;
 use std::sync::LazyLock;
 
-use super::{Key, Part, PartKind, Tensor, format};
-
-/// Everything of a tensor but its elements.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Layout {
-    /// Element type, as in [`Tensor`].
-    pub dtype: String,
-    /// Extent of each axis.
-    pub shape: Vec<i32>,
-    /// Bytes of the elements.
-    pub bytes: usize,
-}
+use super::format::{self, Layout};
+use super::{Key, Part, PartKind, Tensor};
 
 type Tensors = Result<Vec<Tensor>, String>;
 type Read = Box<dyn FnOnce() -> Tensors + Send>;

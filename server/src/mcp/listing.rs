@@ -17,9 +17,8 @@ const PAGES: usize = 64;
 /// Most bytes of the definition of a tool.
 const TOOL_BYTES: usize = 64 << 10;
 
-/// Most bytes of all definitions. They are part of each prompt of a profile that grants them, whose limit
-/// (`engine.prompt_bytes`) is four times as large or more.
-const LIST_BYTES: usize = 256 << 10;
+/// Most bytes of all definitions. What prompts have room for is counted for each request.
+const LIST_BYTES: usize = 2 << 20;
 
 /// Longest name of a tool.
 const TOOL_NAME_BYTES: usize = 128;

@@ -35,6 +35,7 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use serde_json::{Map, Value};
+use steersman_engine::Info;
 use steersman_engine::request::Request;
 
 pub use config::{McpConfig, McpServerConfig};
@@ -154,7 +155,7 @@ impl Mcp {
         }
         let name_of = |tool: &Value| Some(tool["function"]["name"].as_str()?.to_string());
         let client: BTreeSet<_> = request.tools.iter().filter_map(name_of).collect();
-        let mut tools = BTreeMap::new();
+        let (mut tools, mut definitions) = (BTreeMap::new(), Vec::new());
         let granted: BTreeSet<_> = grants.iter().map(|grant| config::split(grant).0).collect();
         let listed = join_all(granted.iter().map(|name| self.servers[*name].tools(PATIENCE))).await;
         for (server, listed) in granted.into_iter().zip(listed) {
@@ -186,13 +187,48 @@ impl Mcp {
                     ));
                     continue;
                 }
-                request.tools.push(tool.definition.clone());
+                definitions.push((name.clone(), tool.definition.clone()));
                 tools.insert(name, (server.to_string(), tool.name.clone()));
             }
+        }
+        let too_long = take_too_long(&mut definitions, admission.engine.info());
+        request.tools.extend(definitions.into_iter().map(|(_, definition)| definition));
+        for (name, _) in &too_long {
+            tools.remove(name);
+        }
+        if let [(first, _), others @ ..] = &*too_long {
+            let more = if others.is_empty() {
+                String::new()
+            } else {
+                format!(" and {} more", others.len())
+            };
+            notes.push(format!(
+                "mcp: `{first}`{more} left out: definitions of tools take at most half of the model's context"
+            ));
         }
         let (mcp, profile) = (self.clone(), profile.to_string());
         (!tools.is_empty()).then_some(Toolbox { mcp, profile, tools, client })
     }
+}
+
+/// Takes out of `definitions`, which are named, those for which half of the model's context has no room: a server that
+/// lists long tools must not fill the prompts of its profiles.
+fn take_too_long(definitions: &mut Vec<(String, Value)>, info: &Info) -> Vec<(String, Value)> {
+    let texts: Vec<String> = definitions.iter().map(|(_, value)| value.to_string()).collect();
+    let mut room = info.context / 2;
+    // A token has at least a byte, so that the tokens of a few short definitions need not be counted.
+    if texts.iter().map(String::len).sum::<usize>() <= room {
+        return Vec::new();
+    }
+    let mut texts = texts.iter();
+    let is_too_long = |_: &mut (String, Value)| {
+        let tokens = texts.next().map(|text| info.text.encode_plain(text));
+        let tokens = tokens.and_then(Result::ok).map_or(usize::MAX, |tokens| tokens.len());
+        let left = room.checked_sub(tokens);
+        room = left.unwrap_or(room);
+        left.is_none()
+    };
+    definitions.extract_if(.., is_too_long).collect()
 }
 
 impl Toolbox {

@@ -23,7 +23,8 @@ use crate::request::{
     Sampling, ToolCall, Usage,
 };
 use crate::sample::noise::mix;
-use crate::sample::rows::{Row, sample};
+use crate::sample::row::Row;
+use crate::sample::rows::sample;
 use crate::schedule::queue::Taken;
 use crate::sequence::prepare::Prepared;
 use crate::text::Piece;

@@ -1,6 +1,7 @@
 //! Which files are read, and quantizations that are not known.
 
 use super::*;
+use crate::kernels::cpu::Activations;
 
 /// A folder with an index that lists `model.safetensors`, and the files `names`, each with a
 /// tensor of that name.

@@ -7,6 +7,7 @@
 //! Source: Qwen3-Coder `qwen3coder_tool_parser.py`.
 
 use super::reader::{Read, Reader, Stop, push_text};
+use super::typed::{typed, typed_exactly};
 
 /// Most bytes of a key.
 const KEY_BYTES: usize = 256;
@@ -76,12 +77,12 @@ impl<'a> Reader<'a> {
                 self.is_pending = false;
             }
             (End::At { .. }, Some(text)) => {
-                out.push_str(&self.schemas.typed(function, parameter, text));
+                out.push_str(&typed(self.schemas, function, parameter, text));
                 self.is_pending = false;
             }
             // Half an object is not a string.
             (End::Open { .. }, Some(text)) if self.has_ended => {
-                if let Some(json) = self.schemas.typed_exactly(function, parameter, text) {
+                if let Some(json) = typed_exactly(self.schemas, function, parameter, text) {
                     out.push_str(&json);
                     self.is_pending = false;
                 }

@@ -18,7 +18,8 @@
 //! | `blocks.rs` | formats with tags around bare values: Qwen, Seed-OSS, GLM, MiniMax, DeepSeek from V3.2 |
 //! | `bare.rs` | where a bare value ends |
 //! | `literals.rs` | pythonic calls, Gemma |
-//! | `schema.rs` | types of bare values |
+//! | `schema.rs` | values that the parameters of tools allow |
+//! | `typed.rs` | bare texts as JSON of these types |
 //!
 //! # Why the text is read again
 //! A parser that keeps its state at every byte is several times as long for each of these formats, and
@@ -37,6 +38,7 @@ mod json;
 mod literals;
 mod reader;
 mod schema;
+mod typed;
 pub use formats::FORMATS;
 pub use reader::CallDraft;
 use reader::{Dialect, Read, Reader, Stop};

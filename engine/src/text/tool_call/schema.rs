@@ -1,8 +1,6 @@
-//! The parameters of a request's tools: which values a bare text stands for.
+//! The parameters of a request's tools: which values their schemas allow.
 
 use serde_json::{Map, Value};
-
-use super::reader::{compact, is_number};
 
 /// Parts of a schema that are looked at for one parameter: references may be many, and cyclic.
 const PARTS: usize = 256;
@@ -63,20 +61,6 @@ impl Schemas {
         is_declared || !has_properties
     }
 
-    /// `raw` as JSON of the type that the schema gives `parameter` of `function`; a string if the schema gives
-    /// none or `raw` does not match it.
-    pub fn typed(&self, function: &str, parameter: &str, raw: &str) -> String {
-        let typed = self.allowed(function, parameter).read(raw);
-        typed.unwrap_or_else(|| Value::from(raw).to_string())
-    }
-
-    /// The same; `None` if `raw` matches no type.
-    pub fn typed_exactly(&self, function: &str, parameter: &str, raw: &str) -> Option<String> {
-        let allowed = self.allowed(function, parameter);
-        let text = || allowed.may_be_text().then(|| Value::from(raw).to_string());
-        allowed.read(raw).or_else(text)
-    }
-
     /// Whether every text is a string here, so that its value is certain before its end.
     pub fn is_text(&self, function: &str, parameter: &str) -> bool {
         self.allowed(function, parameter).kinds.iter().all(|kind| *kind == "string")
@@ -92,7 +76,7 @@ impl Schemas {
     }
 
     /// What the schema allows as `parameter` of `function`.
-    fn allowed(&self, function: &str, parameter: &str) -> Allowed<'_> {
+    pub(super) fn allowed(&self, function: &str, parameter: &str) -> Allowed<'_> {
         let mut allowed = Allowed::default();
         let Some(root) = self.root(function) else { return allowed };
         let (mut own, mut others) = (Vec::new(), Vec::new());
@@ -137,11 +121,11 @@ fn each_part<'a>(
 
 /// The values that a schema allows.
 #[derive(Debug, Default)]
-struct Allowed<'a> {
+pub(super) struct Allowed<'a> {
     /// JSON types, in the order in which to try them.
-    kinds: Vec<&'a str>,
-    /// Those that it lists.
-    members: Vec<&'a Value>,
+    pub(super) kinds: Vec<&'a str>,
+    /// The values that it lists.
+    pub(super) members: Vec<&'a Value>,
 }
 
 impl<'a> Allowed<'a> {
@@ -160,24 +144,13 @@ impl<'a> Allowed<'a> {
         }
     }
 
-    fn may_be_text(&self) -> bool {
+    pub(super) fn may_be_text(&self) -> bool {
         self.kinds.is_empty() || self.kinds.contains(&"string")
-    }
-
-    /// `raw` as JSON; `None` if it is none of these values, or a string.
-    fn read(&self, raw: &str) -> Option<String> {
-        let text = raw.trim();
-        let as_listed = |member: &&Value| match member {
-            Value::String(listed) => (listed == raw || listed == text).then(|| member.to_string()),
-            member => read_as(kind_of(member), text)
-                .filter(|json| serde_json::from_str::<Value>(json).ok().as_ref() == Some(member)),
-        };
-        let listed = self.members.iter().find_map(as_listed);
-        listed.or_else(|| self.kinds.iter().find_map(|kind| read_as(kind, text)))
     }
 }
 
-fn kind_of(value: &Value) -> &'static str {
+/// The JSON type of a value, as schemas name it.
+pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",
@@ -186,31 +159,4 @@ fn kind_of(value: &Value) -> &'static str {
         Value::Array(_) => "array",
         Value::Object(_) => "object",
     }
-}
-
-/// `text` as JSON of the type `kind`, with the digits of its numbers.
-fn read_as(kind: &str, text: &str) -> Option<String> {
-    let json = |first: char| text.starts_with(first).then(|| compact(text)).flatten();
-    match kind {
-        // Templates write earlier calls with Python's `str`, and models imitate them.
-        "null" => matches!(text, "null" | "None").then(|| "null".into()),
-        "boolean" => match text {
-            "true" | "True" => Some("true".into()),
-            "false" | "False" => Some("false".into()),
-            _ => None,
-        },
-        "integer" if !is_number(text) => None,
-        "integer" if text.contains(['.', 'e', 'E']) => whole(text.parse().ok()?),
-        "integer" => Some(text.into()),
-        "number" => is_number(text).then(|| text.into()),
-        "array" => json('['),
-        "object" => json('{'),
-        _ => None,
-    }
-}
-
-/// `5.0` as `5`; `None` if digits would be lost.
-fn whole(number: f64) -> Option<String> {
-    const EXACT: f64 = 9_007_199_254_740_992.0; // 2^53
-    (number.fract() == 0.0 && number.abs() < EXACT).then(|| (number as i64).to_string())
 }
