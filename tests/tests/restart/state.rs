@@ -2,7 +2,7 @@
 //! after `kill -9`.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,8 @@ use steersman_engine::request::Request;
 use steersman_tests::{
     Reply, Running, ask, bundled_model, config, load, load_from, message, run, scaled,
 };
+
+use super::child;
 
 fn start(data: &Path) -> Running {
     Running::start(config(), data)
@@ -154,6 +156,12 @@ fn warm_prefixes_are_computed_at_the_start() {
         config
     };
     let engine = Running::start(with(&path), &folder.path().join("data"));
+    // On a busy machine the first chunk takes longer than an engine is watched that may be idle.
+    let begun = Instant::now();
+    while engine.info().prefixes.report().counts.ahead_tokens == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no prefix is prefetched");
+        sleep(Duration::from_millis(10));
+    }
     wait_until_idle(&engine);
     let usage = run(&engine, asked).finished().usage;
     assert!(usage.prompt_tokens - usage.cached_tokens < 20, "{usage:?}");
@@ -221,8 +229,7 @@ fn child_that_saves_until_killed() {
 }
 
 fn spawn_child(data: &Path) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_that_saves_until_killed", "--ignored"])
+    child(module_path!(), "child_that_saves_until_killed")
         .env(CHILD, data)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
