@@ -114,6 +114,7 @@ pub fn new_sequence(decoder: &mut Decoder, prepared: Prepared, cache: Cache) -> 
         draft: None,
         plain_steps: 0,
         passed_over: 0,
+        awaits_mask: None,
         preempted: 0,
         since: 0,
         body,

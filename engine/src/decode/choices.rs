@@ -102,7 +102,7 @@ fn postpone_choice(
 /// Samples the first token of `sequence` from the logits after the prompt of `first`.
 fn sample_first(decoder: &mut Decoder, first: &Sequence, sequence: &mut Sequence) -> Result<()> {
     sequence.next_logits.clone_from(&first.next_logits);
-    settle(&decoder.network, decoder.saved.prefixes_mut(), sequence)
+    settle(&decoder.network, &decoder.masks, decoder.saved.prefixes_mut(), sequence)
 }
 
 impl Sequence {

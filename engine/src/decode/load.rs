@@ -11,6 +11,7 @@ use super::Decoder;
 use super::calibration::Calibration;
 use super::costs::CostModels;
 use super::machine_profile::{Key, MachineProfileFile};
+use super::mask_time::MaskTime;
 use super::network::{Network, NumberFormat};
 use super::prefetch::Prefetch;
 use super::preparation::PolicyThreads;
@@ -142,6 +143,7 @@ pub fn load(
     let mut decoder = Decoder {
         network,
         schedule: Schedule::new(queue, max_running(most), prefill_chunk, stall),
+        masks: MaskTime::new(stall),
         costs: CostModels::new(machine, prefixes.read_costs()),
         saved: SavedState::new(prefixes, memory, config.store.min_tokens),
         prefetch: Prefetch::new(config.store.ahead),

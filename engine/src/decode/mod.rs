@@ -14,6 +14,7 @@ mod costs;
 mod embed;
 mod load;
 mod machine_profile;
+mod mask_time;
 mod network;
 mod prefetch;
 mod preparation;
@@ -36,6 +37,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use self::costs::CostModels;
+use self::mask_time::MaskTime;
 use self::network::Network;
 use self::prefetch::Prefetch;
 use self::preparation::PolicyThreads;
@@ -104,6 +106,7 @@ pub fn start(
 pub struct Decoder {
     network: Network,
     schedule: Schedule,
+    masks: MaskTime,
     saved: SavedState,
     prefetch: Prefetch,
     speculation: Speculation,

@@ -10,6 +10,7 @@ use super::choices::start_choices;
 use super::{Decoder, memory, preparation};
 use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
+use crate::grammar::Grammars;
 use crate::request::Request;
 use crate::schedule::queue::{Next, Queue};
 use crate::sequence::Sequence;
@@ -25,7 +26,7 @@ impl Decoder {
         let (queue, preparer) = (self.schedule.queue().clone(), self.policies.preparer().clone());
         std::thread::scope(|scope| {
             // Also after a panic: nobody may wait for this thread then.
-            let _ended = Ended(&queue);
+            let _ended = Ended { queue: &queue, grammars: &preparer.grammars };
             for lane in preparation::THREADS {
                 let thread = std::thread::Builder::new().name("prepare".into());
                 let (queue, preparer) = (&queue, &preparer);
@@ -226,11 +227,16 @@ impl Decoder {
     }
 }
 
-/// Marks the queue as ended when it is dropped, after a panic too.
-struct Ended<'a>(&'a Queue);
+/// Marks the queue as ended when it is dropped, after a panic too, and ends the waits of the threads that prepare
+/// requests.
+struct Ended<'a> {
+    queue: &'a Queue,
+    grammars: &'a Grammars,
+}
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        self.0.end();
+        self.grammars.end();
+        self.queue.end();
     }
 }

@@ -1,5 +1,8 @@
 //! Settles a sequence after a commit: its cache follows its tokens, and its next token is sampled.
 
+use std::time::Instant;
+
+use super::mask_time::MaskTime;
 use super::network::Network;
 use crate::error::Result;
 use crate::prefix::Prefixes;
@@ -12,6 +15,7 @@ use crate::sequence::rewind::ReplyCheckpoint;
 /// of its own instead, and false is returned: the token does not depend on who else is there.
 pub fn commit_unless_near_tie(
     network: &Network,
+    masks: &MaskTime,
     prefixes: &mut Prefixes,
     sequence: &mut Sequence,
     sampled: Sampled,
@@ -27,29 +31,45 @@ pub fn commit_unless_near_tie(
             token
         }
     };
-    commit_and_settle(network, prefixes, sequence, token)?;
+    commit_and_settle(network, masks, prefixes, sequence, token)?;
     Ok(true)
 }
 
 /// Commits a sampled token and settles the consequences.
 fn commit_and_settle(
     network: &Network,
+    masks: &MaskTime,
     prefixes: &mut Prefixes,
     sequence: &mut Sequence,
     token: u32,
 ) -> Result<()> {
     sequence.commit_sampled(token, network.text());
-    settle(network, prefixes, sequence)
+    settle(network, masks, prefixes, sequence)
 }
 
 /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
-/// if it was dropped. While its policy is called on a thread, its tokens are not final: later.
-pub fn settle(network: &Network, prefixes: &mut Prefixes, sequence: &mut Sequence) -> Result<()> {
+/// if it was dropped. While its policy is called on a thread, its tokens are not final: later. A mask waits for the
+/// next step if those of this step have taken too long.
+pub fn settle(
+    network: &Network,
+    masks: &MaskTime,
+    prefixes: &mut Prefixes,
+    sequence: &mut Sequence,
+) -> Result<()> {
     if sequence.hooks.is_away() {
         return Ok(());
     }
+    let waiting = sequence.awaits_mask.take();
     if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some()) {
-        sequence.follow_grammar(network.text())?;
+        let start = Instant::now();
+        if masks.is_spent() && sequence.stale_from.is_none() && sequence.is_in_form() {
+            sequence.awaits_mask = waiting.or(Some(start));
+            sequence.plain_steps = 0;
+            return Ok(());
+        }
+        let followed = sequence.follow_grammar(network.text());
+        masks.add_since(start);
+        followed?;
         if sequence.hooks.is_away() {
             return Ok(());
         }

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Instant;
 
+use super::mask_time::MaskTime;
 use super::network::Network;
 use super::settle::{commit_unless_near_tie, settle};
 use crate::config::{DraftKind, SpeculationConfig};
@@ -195,6 +196,7 @@ impl Speculation {
     pub fn propose(
         &mut self,
         network: &mut Network,
+        masks: &MaskTime,
         prefixes: &mut Prefixes,
         costs: Option<&Costs>,
         running: &mut [Sequence],
@@ -225,7 +227,7 @@ impl Speculation {
             running.iter().filter_map(|s| s.sampled.as_ref()).for_each(|next| drop(next.wait()));
         }
         let start = Instant::now();
-        let committed = commit_sampled(network, prefixes, running, wait);
+        let committed = commit_sampled(network, masks, prefixes, running, wait);
         if !wait {
             return None;
         }
@@ -294,6 +296,7 @@ impl Speculation {
     pub fn accept_draft(
         &self,
         network: &Network,
+        masks: &MaskTime,
         prefixes: &mut Prefixes,
         sequence: &mut Sequence,
         draft: Draft,
@@ -348,7 +351,7 @@ impl Speculation {
         if let Some(governor) = governor {
             governor.learn(drafter.kind(), rows, run_again);
         }
-        settle(network, prefixes, sequence)
+        settle(network, masks, prefixes, sequence)
     }
 
     /// Learns from a step that took `seconds`, in which `streams` sequences decoded and no row of prompt ran.
@@ -409,6 +412,7 @@ impl Speculation {
 /// sequence: itself, if its token was among them.
 fn commit_sampled<'a>(
     network: &Network,
+    masks: &MaskTime,
     prefixes: &mut Prefixes,
     running: &'a mut [Sequence],
     all: bool,
@@ -422,7 +426,7 @@ fn commit_sampled<'a>(
             continue;
         };
         let result = catch_panic(sequence.stage(), || {
-            commit_unless_near_tie(network, prefixes, sequence, sampled).map(drop)
+            commit_unless_near_tie(network, masks, prefixes, sequence, sampled).map(drop)
         });
         sequence.check(result);
         committed.push(Some(sequence));

@@ -127,7 +127,7 @@ impl Decoder {
         // It is not committed before the policy has answered, but sampled again.
         let sampled = sequence.sampled.take().filter(|_| !sequence.hooks.is_away());
         if let Some(sampled) = sampled {
-            commit_unless_near_tie(&self.network, self.saved.prefixes_mut(), sequence, sampled)?;
+            commit_unless_near_tie(&self.network, &self.masks, self.saved.prefixes_mut(), sequence, sampled)?;
         }
         if sequence.has_ended() {
             return Ok(());
@@ -185,5 +185,5 @@ fn drop_arrays(sequence: &mut Sequence, empty: Cache) {
     sequence.drafters.clear();
     (sequence.sampled, sequence.next_logits) = (None, None);
     (sequence.draft, sequence.stale_from) = (None, None);
-    (sequence.runs_alone, sequence.plain_steps) = (false, 0);
+    (sequence.runs_alone, sequence.plain_steps, sequence.awaits_mask) = (false, 0, None);
 }

@@ -80,6 +80,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
     pub(crate) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
+        self.masks.begin_step();
         for sequence in running.iter_mut().filter(|sequence| sequence.hooks.is_back()) {
             let steered = catch_panic(sequence.stage(), || self.take_answer(sequence));
             sequence.check(steered);
@@ -93,6 +94,7 @@ impl Decoder {
         let prefills = planned.iter().any(|&rows| rows > 0);
         let drafted = self.speculation.propose(
             &mut self.network,
+            &self.masks,
             self.saved.prefixes_mut(),
             self.costs.drafts(),
             running,
@@ -105,7 +107,12 @@ impl Decoder {
         wait_for_tokens(running, &pending);
         let waited = start.elapsed() - proposed - ran;
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
-        for (sequence, sampled) in running.iter_mut().zip(pending) {
+        let mut pending: Vec<_> = pending.into_iter().enumerate().collect();
+        // Masks that have waited longest come first.
+        let waiting = |sequence: &Sequence| (sequence.awaits_mask.is_none(), sequence.awaits_mask);
+        pending.sort_by_key(|&(index, _)| waiting(&running[index]));
+        for (index, sampled) in pending {
+            let sequence = &mut running[index];
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
             }
@@ -164,12 +171,12 @@ impl Decoder {
         }
         if let Some(draft) = sequence.draft.take() {
             let (network, prefixes) = (&self.network, self.saved.prefixes_mut());
-            self.speculation.accept_draft(network, prefixes, sequence, draft)?;
+            self.speculation.accept_draft(network, &self.masks, prefixes, sequence, draft)?;
         } else if let Some(sampled) = sampled {
-            commit_unless_near_tie(&self.network, self.saved.prefixes_mut(), sequence, sampled)?;
+            commit_unless_near_tie(&self.network, &self.masks, self.saved.prefixes_mut(), sequence, sampled)?;
         }
         if sequence.samples_late() {
-            settle(&self.network, self.saved.prefixes_mut(), sequence)?;
+            settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)?;
         }
         sequence.take_checkpoint()
     }
@@ -178,7 +185,7 @@ impl Decoder {
     fn take_answer(&mut self, sequence: &mut Sequence) -> Result<()> {
         sequence.plain_steps = 0;
         sequence.steer(self.network.text())?;
-        settle(&self.network, self.saved.prefixes_mut(), sequence)?;
+        settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)?;
         sequence.take_checkpoint()
     }
 
@@ -202,7 +209,7 @@ impl Decoder {
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
             // A near-tie that was found before the pass runs again alone.
             let near_tie = sequence.runs_alone && several;
-            if waits || near_tie || sequence.hooks.is_away() {
+            if waits || near_tie || sequence.hooks.is_away() || sequence.awaits_mask.is_some() {
                 continue;
             }
             let mut step = sequence.sampler.steps();

@@ -45,6 +45,7 @@ mod calls;
 mod compile;
 mod dead;
 mod gbnf;
+mod multiple;
 mod parameter;
 mod schema;
 #[cfg(test)]
@@ -143,6 +144,11 @@ impl Grammars {
     fn check(&self, format: ResponseFormat) -> Result<(), RequestError> {
         let wanted = Wanted { format: Some(format), calls: None, is_required: false, none: None };
         self.compile_form(wanted).map(drop)
+    }
+
+    /// Ends every wait for a compilation, with an error.
+    pub fn end(&self) {
+        self.compiler.end();
     }
 
     fn compile_form(&self, mut wanted: Wanted) -> Result<Grammar, RequestError> {
@@ -585,6 +591,8 @@ fn describe(problem: &str) -> String {
             .into()
     } else if is("Current row has") || is("Too many items") {
         "it allows too many alternatives in one place; use fewer".into()
+    } else if is("NoExtensionBias") {
+        "no text is in this form: what must follow matches nothing, or never ends".into()
     } else {
         problem.into()
     }

@@ -2,6 +2,8 @@
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
+use parking_lot::Mutex;
+
 use super::*;
 use crate::policy::Vocabulary;
 
@@ -158,6 +160,35 @@ fn intersections_end_wherever_they_stand() {
     refused(Form::Lark(format!("start: T\nT: {repeated}")), "format");
 }
 
+/// `multipleOf` has a state for each remainder: 1,000,003 took 20 s of a core, and four such requests all threads for
+/// forms. Least common multiples and powers of ten overflowed: a panic, or in optimised builds another number.
+#[test]
+fn large_multiples_are_refused_with_the_path() {
+    let grammars = grammars();
+    let refused = |schema: Value| {
+        follow_in_time(&grammars, Form::JsonSchema(schema), 5).refused.map(|(path, _)| path)
+    };
+    let number = |multiple: Value| json!({"type": "number", "multipleOf": multiple});
+    for large in [json!(1_000_003), json!(1e-10), json!(0.123_456_7)] {
+        assert_eq!(refused(number(large)).as_deref(), Some("format.multipleOf"));
+    }
+    let property = json!({"properties": {"a": {"items": number(json!(999_983))}}});
+    assert_eq!(refused(property).as_deref(), Some("format.properties.a.items.multipleOf"));
+    let several = json!({"allOf": [number(json!(9973)), number(json!(9967)), number(json!(9949))]});
+    assert_eq!(refused(several).as_deref(), Some("format.allOf"));
+    let definitions = json!({"a": number(json!(65_536))});
+    let referred = json!({"$ref": "#/$defs/a", "multipleOf": 65_535, "$defs": definitions});
+    assert_eq!(refused(referred).as_deref(), Some("format.$ref"));
+    for common in [json!(0.01), json!(3600), json!(0.000_001), json!(25)] {
+        assert_eq!(refused(number(common)), None);
+    }
+    assert_eq!(refused(json!({"allOf": [number(json!(0.5)), number(json!(3))]})), None);
+    let request = of_form(Form::JsonSchema(
+        json!({"type": "integer", "allOf": [{"multipleOf": 6}, {"multipleOf": 4}]}),
+    ));
+    assert!(takes(&request, "24").1 && !takes(&request, "18").1);
+}
+
 /// Intersections of two or three common patterns are enforced, as are formats with patterns.
 #[test]
 fn common_intersections_are_enforced() {
@@ -201,6 +232,19 @@ fn a_form_that_leads_into_a_dead_end_is_refused_with_the_path() {
         let refused = follow_in_time(&grammars, form.clone(), 4).refused;
         let (path, problem) = refused.unwrap_or_else(|| panic!("{form:?}"));
         assert!(path.starts_with(expected), "{path}: {problem}");
+    }
+    // Each ended with a word of llguidance's: "NoExtensionBias".
+    for form in [
+        Form::Lark("start: start".into()),
+        Form::Regex("a[^\\s\\S]b".into()),
+        Form::Lark("root ::= root \"a\"".into()),
+        Form::JsonSchema(
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+        ),
+        Form::JsonSchema(json!({"allOf": [{"$ref": "#"}]})),
+    ] {
+        let (_, problem) = follow_in_time(&grammars, form.clone(), 4).refused.unwrap();
+        assert!(problem.contains("no text is in this form"), "{problem} {form:?}");
     }
     // The names that no pattern leaves are no dead end if another name may follow.
     for schema in [
@@ -299,6 +343,30 @@ fn schemas_of_tools_are_bounded_as_forms_are() {
     definitions.insert("d9".into(), json!({"type": "integer"}));
     let fanned = json!({"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions});
     let _ = grammars.compile(&tool(fanned));
+}
+
+/// The end of an engine waits for its threads that prepare requests, and these waited up to 20 s for a compilation:
+/// SIGTERM ended the process that much later than its grace.
+#[test]
+fn the_end_of_an_engine_waits_for_no_compilation() {
+    let compiler = Arc::new(Compiler::default());
+    let (release, held) = channel::<()>();
+    let held = Arc::new(Mutex::new(held));
+    // One more than may run.
+    let wait = |_| {
+        let (compiler, held) = (compiler.clone(), held.clone());
+        std::thread::spawn(move || compiler.run(1 << 20, move || held.lock().recv().is_ok()))
+    };
+    let waits: Vec<_> = (0..=compile::COMPILATIONS).map(wait).collect();
+    while compiler.running() < compile::COMPILATIONS {
+        std::thread::yield_now();
+    }
+    compiler.end();
+    for wait in waits {
+        let problem = wait.join().unwrap().unwrap_err();
+        assert!(problem.contains("the server stops"), "{problem}");
+    }
+    drop(release);
 }
 
 fn expression(random: &mut Random, depth: usize) -> String {
