@@ -16,8 +16,11 @@
 //! keys.rs      `steersman keys`: keys in the data folder
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
+//! shutdown.rs  tells running requests when they must end
+//! media_type.rs the media type of a body
 //! connections.rs limits on open connections
 //! telemetry.rs traces for OpenTelemetry
+//! wiring.rs    what a running server has besides its configuration
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
@@ -26,20 +29,21 @@
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
 //! doctor/      its parts: chosen settings, files and network; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
-//! passes.rs    `steersman bench model`: times of a model's passes
-//! shapes.rs    `steersman bench shape`: checkpoints with random weights
+//! bench.rs, bench/ `steersman bench model`, times of a model's passes, and `bench shape`, checkpoints with random weights
+//! log.rs       the log on stderr
+//! program.rs   runs `steersman-policy` and `steersman-bench`, which are found beside this program
 //! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
-//! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman policy` is the crate
-//! [`steersman_policy_cli`], `steersman chat` and `steersman run` are [`steersman_chat`], `steersman bench` and
-//! `steersman eval` [`steersman_bench`]. They link no MLX.
+//! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman chat` and
+//! `steersman run` are [`steersman_chat`]. They link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
 
 pub mod api;
+pub mod bench;
 pub mod bundled;
 pub mod cache;
 pub mod calibrate;
@@ -53,18 +57,20 @@ pub mod exit;
 pub mod hub;
 pub mod keys;
 pub mod local;
+pub mod log;
 pub mod manage;
 pub mod mcp;
+mod media_type;
 pub mod models;
-pub mod passes;
+pub mod program;
 pub mod reload;
 pub mod serve;
-pub mod shapes;
+pub mod shutdown;
 pub mod signals;
 pub mod telemetry;
 mod throttle;
 pub mod verify;
+pub mod wiring;
 
-pub use api::app;
+pub use api::{app, app_with};
 pub use steersman_chat as talk;
-pub use steersman_policy_cli as policy;

@@ -34,6 +34,7 @@ use crate::api::error::ApiError;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
+use crate::shutdown::{Shutdown, Stage};
 use crate::signals::StopSignals;
 use crate::throttle::Throttle;
 
@@ -51,32 +52,6 @@ const LAST_REPLIES: Duration = Duration::from_secs(1);
 
 /// Begins a connection in HTTP/2.
 const HTTP_2: &[u8] = b"PRI * HTTP/2.0";
-
-/// How far the shutdown has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Stage {
-    Serving,
-    /// Running requests may finish.
-    Finishing,
-    /// Running requests end with an error.
-    CuttingOff,
-}
-
-/// Tells the handler of a request when it must end. An extension of each request from a connection.
-#[derive(Clone)]
-pub struct Shutdown(watch::Receiver<Stage>);
-
-impl Shutdown {
-    /// Waits until the time for running requests is over.
-    pub async fn cuts_off(&mut self) {
-        self.reaches(Stage::CuttingOff).await;
-    }
-
-    async fn reaches(&mut self, stage: Stage) {
-        // The sender outlives every connection.
-        let _ = self.0.wait_for(|reached| *reached >= stage).await;
-    }
-}
 
 /// Listens on the configured address.
 ///
@@ -248,12 +223,13 @@ async fn accept(
 
 /// Sends a 503 if that is possible at once.
 fn refuse(stream: &TcpStream) {
-    let body = ApiError::too_many_connections().to_json().to_string();
-    let _ = stream.try_write(&plain_response("503 Service Unavailable", &body));
+    let error = ApiError::too_many_connections();
+    let _ = stream.try_write(&plain_response("503 Service Unavailable", &error));
 }
 
 /// A response for a connection that hyper does not serve.
-fn plain_response(status: &str, json: &str) -> Vec<u8> {
+fn plain_response(status: &str, error: &ApiError) -> Vec<u8> {
+    let json = serde_json::to_string(&error.openai()).expect("an error has string keys only");
     let length = json.len();
     format!(
         "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
@@ -290,8 +266,8 @@ impl Client {
             () = stopping.reaches(Stage::Finishing) => return,
         };
         if first == HTTP_2 {
-            let body = ApiError::not_http_1().to_json().to_string();
-            let response = plain_response("505 HTTP Version Not Supported", &body);
+            let error = ApiError::not_http_1();
+            let response = plain_response("505 HTTP Version Not Supported", &error);
             // The client may have closed the connection.
             let _ = stream.write_all(&response).await;
             let _ = stream.shutdown().await;

@@ -127,7 +127,13 @@ impl Decoder {
         // It is not committed before the policy has answered, but sampled again.
         let sampled = sequence.sampled.take().filter(|_| !sequence.hooks.is_away());
         if let Some(sampled) = sampled {
-            commit_unless_near_tie(&self.network, &self.masks, self.saved.prefixes_mut(), sequence, sampled)?;
+            commit_unless_near_tie(
+                &self.network,
+                &self.masks,
+                self.saved.prefixes_mut(),
+                sequence,
+                sampled,
+            )?;
         }
         if sequence.has_ended() {
             return Ok(());

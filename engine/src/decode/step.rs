@@ -173,7 +173,13 @@ impl Decoder {
             let (network, prefixes) = (&self.network, self.saved.prefixes_mut());
             self.speculation.accept_draft(network, &self.masks, prefixes, sequence, draft)?;
         } else if let Some(sampled) = sampled {
-            commit_unless_near_tie(&self.network, &self.masks, self.saved.prefixes_mut(), sequence, sampled)?;
+            commit_unless_near_tie(
+                &self.network,
+                &self.masks,
+                self.saved.prefixes_mut(),
+                sequence,
+                sampled,
+            )?;
         }
         if sequence.samples_late() {
             settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)?;

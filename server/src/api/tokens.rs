@@ -7,15 +7,18 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::{Extension, Json};
-use serde_json::{Map, Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use steersman_engine::Error;
 use steersman_engine::request::{RawPrompt, Request};
 
-use super::App;
 use super::access::{Admission, Caller};
+use super::app::App;
 use super::chat::Chat;
 use super::error::ApiError;
 use super::json;
-use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
+use super::protocol::{JSON, Parsed, Protocol};
 
 /// The client's name of the model, and the rest of a body.
 type Named<T> = (Option<String>, T);
@@ -29,31 +32,53 @@ struct Tokenize {
     with_pieces: bool,
 }
 
+/// The tokens of a text.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Tokenized {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    /// With `return_token_strs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_strs: Option<Vec<String>>,
+}
+
+/// A text, under two names.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Detokenized {
+    prompt: String,
+    content: String,
+}
+
+/// The prompt of a chat.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Rendered {
+    prompt: String,
+}
+
 /// `POST /tokenize`: the tokens of a text (`prompt` or `content`), or of a conversation.
 pub async fn tokenize(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Tokenized>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
     let field = call.field;
-    app.mcp.offer(&admission, &mut call.request, &mut Vec::new()).await;
+    app.mcp.offer(&admission.profile, &admission.engine, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
         let engine = &admission.engine;
         let tokens = engine.tokenize(&call.request);
         let tokens = tokens.map_err(|error| ApiError::from(error).in_fields(field, &[]))?;
-        let mut reply = json!({
-            "count": tokens.len(),
-            "max_model_len": engine.info().context,
-            "tokens": tokens,
-        });
-        if call.with_pieces {
-            let pieces: Result<Vec<_>, _> =
-                tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect();
-            reply["token_strs"] = pieces?.into();
-        }
-        Ok::<_, ApiError>(reply)
+        let texts = || -> Result<Vec<_>, Error> {
+            tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect()
+        };
+        let token_strs = call.with_pieces.then(texts).transpose()?;
+        let (count, max_model_len) = (tokens.len(), engine.info().context);
+        Ok::<_, ApiError>(Tokenized { count, max_model_len, tokens, token_strs })
     });
     Ok(Json(reply.await??))
 }
@@ -88,10 +113,10 @@ pub async fn detokenize(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Detokenized>, ApiError> {
     let (tokens, admission) = read(&app, &caller, &headers, body, parse_detokenize).await?;
     let text = app.bodies.work(move || admission.engine.detokenize("tokens", &tokens)).await??;
-    Ok(Json(json!({"prompt": text, "content": text})))
+    Ok(Json(Detokenized { prompt: text.clone(), content: text }))
 }
 
 fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, ApiError> {
@@ -107,12 +132,12 @@ pub async fn apply_template(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Rendered>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
-    app.mcp.offer(&admission, &mut request, &mut Vec::new()).await;
+    app.mcp.offer(&admission.profile, &admission.engine, &mut request, &mut Vec::new()).await;
     let prompt = app.bodies.work(move || admission.engine.render(&request)).await?;
     let prompt = prompt.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
-    Ok(Json(json!({"prompt": prompt})))
+    Ok(Json(Rendered { prompt }))
 }
 
 fn parse_chat(fields: Map<String, Value>) -> Result<Named<Request>, ApiError> {
@@ -149,7 +174,7 @@ async fn read<T: Send + 'static>(
     body: Body,
     parse: fn(Map<String, Value>) -> Result<Named<T>, ApiError>,
 ) -> Result<(T, Admission), ApiError> {
-    let body = read_json(app, headers, body, JSON).await?;
+    let body = app.read_json(headers, body, JSON).await?;
     let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
-    Ok((parsed, admit(app, caller, headers, model).await?))
+    Ok((parsed, app.admit(caller, headers, model).await?))
 }
