@@ -1,6 +1,6 @@
 //! Requests under hostile policies end within their limits.
 //!
-//! `engine/policy-host/tests/hostile` has all hostile policies without an engine.
+//! `engine/policy-host/tests/policies/hostile` has all hostile policies without an engine.
 
 use steersman_engine::policy::Grant;
 use steersman_engine::request::{FinishReason, Request};

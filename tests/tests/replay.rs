@@ -1,6 +1,6 @@
 //! The recorded calls of a decoded request replay to the same decisions.
 //!
-//! `engine/policy-host/tests/replay.rs` has the same without an engine.
+//! `engine/policy-host/tests/policies/replay.rs` has the same without an engine.
 
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@
 //! On a quiet machine `on-step` of the default policy should take less than 1 us at the median and less
 //! than 5 us at the 99th percentile, through the whole path.
 
-#[path = "../tests/hostile/view.rs"]
+#[path = "../tests/policies/hostile/view.rs"]
 mod view;
 
 use std::collections::BTreeMap;

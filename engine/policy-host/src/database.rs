@@ -110,7 +110,13 @@ impl Storage {
     /// Storage in memory that caches compiled components in the folder `data`, even while a server
     /// has the database open.
     pub fn compile_cache(data: &Path) -> Self {
-        Self { compiled: Some(data.join(COMPILED)), ..Self::in_memory() }
+        Self::in_memory().with_compile_cache(data)
+    }
+
+    /// This storage, with compiled components cached in the folder `data`.
+    #[must_use]
+    pub fn with_compile_cache(self, data: &Path) -> Self {
+        Self { compiled: Some(data.join(COMPILED)), ..self }
     }
 
     /// Storage in memory, which ends with its last handle.

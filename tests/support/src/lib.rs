@@ -4,6 +4,21 @@ pub mod bomb;
 pub mod guest;
 pub mod hostile;
 
+use std::path::PathBuf;
+
+/// A data folder for compiled policies, beside the programs of tests. Compiling the shipped policy `default` takes half
+/// a second, and most tests of the engine start one.
+///
+/// All runs share it: the policy host names the files after the component, its own version, and wasmtime's version and
+/// settings, and removes the least recently used ones beyond 512 MiB.
+///
+/// # Panics
+/// If the path of this program is unknown.
+pub fn shared_policies() -> PathBuf {
+    let program = std::env::current_exe().expect("the program has a path");
+    program.with_file_name("policies-of-tests")
+}
+
 /// A deterministic generator of numbers.
 pub struct Random(pub u64);
 

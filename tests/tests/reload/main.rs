@@ -1,6 +1,6 @@
 //! Policies that are replaced through a running server.
 //!
-//! `engine/policy-host/tests/reload.rs` has the laws that need no server.
+//! `engine/policy-host/tests/policies/reload.rs` has the laws that need no server.
 
 mod keys;
 mod load;

@@ -7,16 +7,18 @@ use std::sync::Arc;
 
 use steersman_policy_host::{
     Action, Answer, Component, Golden, Grant, Host, Phase, Policies, PolicyConfig, ProfilePolicies,
-    PromptView, Record, RequestView, Step, Storage, Summary, ToolCallView, no_vocabulary, shipped,
+    PromptView, Record, RequestView, Step, Summary, ToolCallView, no_vocabulary, shipped,
 };
 use steersman_test_support::guest::{data, importing};
+
+use crate::storage;
 
 const SYSTEM: &str = "You solve puzzles.";
 const USER: &str = "Anna is taller than Boris. Who is the tallest?";
 const REASONING: &str = "So Anna is taller";
 
 fn component(name: &str, bytes: &[u8]) -> Arc<Component> {
-    let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &storage()).unwrap();
     Arc::new(Component::load(&host, name, bytes).unwrap())
 }
 
@@ -27,7 +29,7 @@ fn lines(records: &[Record]) -> String {
 fn policies(profile: ProfilePolicies) -> Policies {
     let config = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
     let profiles = BTreeMap::from([("default".to_owned(), profile)]);
-    Policies::load(&config, &profiles, &Storage::in_memory()).unwrap()
+    Policies::load(&config, &profiles, &storage()).unwrap()
 }
 
 /// A request whose reasoning uses up its budget; its records.

@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
     Answer, Call, Component, Context, Cost, Hook, HookInput, Host, Param, ParamsView, Policies,
-    Policy, PolicyConfig, ProfilePolicies, PromptView, RequestView, Storage, no_vocabulary,
-    shipped,
+    Policy, PolicyConfig, ProfilePolicies, PromptView, RequestView, no_vocabulary, shipped,
 };
 use steersman_test_support::guest::{
     Answers, component, input, list, record, replace, text, tuple,
 };
+
+use crate::storage;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -21,7 +22,7 @@ fn limits() -> PolicyConfig {
 }
 
 fn compile(name: &str, bytes: &[u8]) -> Arc<Component> {
-    let host = Host::new(&limits(), &Storage::in_memory()).unwrap();
+    let host = Host::new(&limits(), &storage()).unwrap();
     Arc::new(Component::load(&host, name, bytes).unwrap_or_else(|error| panic!("{error}")))
 }
 
@@ -163,7 +164,7 @@ fn a_parameter_that_does_not_work_keeps_its_text_and_is_reported() {
         ..ProfilePolicies::default()
     };
     let profiles = BTreeMap::from([("default".to_owned(), profile)]);
-    let policies = Policies::load(&limits(), &profiles, &Storage::in_memory()).unwrap();
+    let policies = Policies::load(&limits(), &profiles, &storage()).unwrap();
     let policies = Arc::new(policies);
     policies.watch();
     let note = || {
@@ -228,7 +229,7 @@ fn a_parameter_with_which_the_golden_file_fails_is_rejected() {
     };
     let config = PolicyConfig { folder: folder.path().into(), ..limits() };
     let profiles = BTreeMap::from([("default".to_owned(), profile)]);
-    let policies = Arc::new(Policies::load(&config, &profiles, &Storage::in_memory()).unwrap());
+    let policies = Arc::new(Policies::load(&config, &profiles, &storage()).unwrap());
     policies.watch();
     let word = || {
         let session = policies.start("default", "r", &no_vocabulary()).unwrap();
@@ -262,7 +263,7 @@ fn a_version_that_fails_with_the_parameters_of_its_profile_is_refused() {
             ..ProfilePolicies::default()
         };
         let profiles = BTreeMap::from([("default".to_owned(), profile)]);
-        Policies::load(&config, &profiles, &Storage::in_memory())
+        Policies::load(&config, &profiles, &storage())
     };
     // Known to no policy without `on-request`.
     assert!(load("fine").err().unwrap().to_string().contains("no policy of the profile knows it"));

@@ -276,7 +276,7 @@ fn a_server_with_keys_runs_signed_bundles_and_refuses_others_while_requests_run(
     // Signatures differ: they have the time.
     let signed = [b'a', b'b'].map(|version| sign(&pair, &rules(version, PASSES, RULES)));
     fs::write(site.path("mine.steer"), &signed[0]).unwrap();
-    let storage = Storage::in_memory();
+    let storage = crate::storage();
     let policies = site.load(&storage).unwrap();
     let first = active(&policies);
     assert_eq!(first.1, Some(pair.pk.to_base64()));
@@ -310,7 +310,7 @@ fn a_server_with_keys_runs_signed_bundles_and_refuses_others_while_requests_run(
     let restarted = site.load(&storage).unwrap();
     assert!(problem(&restarted).contains("the bundle is not signed"), "{}", problem(&restarted));
     works(&restarted);
-    let error = site.load(&Storage::in_memory()).err().unwrap().to_string();
+    let error = site.load(&crate::storage()).err().unwrap().to_string();
     assert!(error.contains("mine.steer: bundle: the bundle is not signed"), "{error}");
 }
 
@@ -330,7 +330,7 @@ fn a_bundle_in_the_watched_folder_precedes_a_component_and_a_component_that_is_p
     (site.config.allow_unsigned, site.params) = (true, one_rule());
     let (component, _) = shipped("rules").unwrap();
     fs::write(site.path("mine.wasm"), component).unwrap();
-    let policies = site.load(&Storage::in_memory()).unwrap();
+    let policies = site.load(&crate::storage()).unwrap();
     assert_eq!(active(&policies).1, None);
     policies.watch();
     let put = |file: &[u8]| replace(&site.path("mine.steer"), file);
@@ -369,7 +369,7 @@ fn a_misspelt_or_ill_typed_parameter_is_an_error_that_names_it() {
     for (name, text, words) in cases {
         site.params = one_rule();
         site.params.insert(name.into(), text.into());
-        let error = site.load(&Storage::in_memory()).err().expect(name).to_string();
+        let error = site.load(&crate::storage()).err().expect(name).to_string();
         assert!(
             error.starts_with("profiles: profile `default`: ") && error.contains(words),
             "{error}"
@@ -383,7 +383,7 @@ fn a_misspelt_or_ill_typed_parameter_is_an_error_that_names_it() {
     fs::write(site.path("strict"), "false").unwrap();
     site.params = one_rule();
     site.params.insert("strict".into(), Param::File { file: site.path("strict") });
-    let policies = site.load(&Storage::in_memory()).unwrap();
+    let policies = site.load(&crate::storage()).unwrap();
     policies.watch();
     replace(&site.path("strict"), b"no");
     let problem =
