@@ -1,10 +1,10 @@
-//! Files whose names or contents others chose: the only way from such a name to a path, reads that neither block nor
-//! grow without a limit, and writes that replace a file as a whole.
+//! Files whose names or contents others chose: the only way from such a name to a path, reads that
+//! neither block nor grow without a limit, and writes that replace a file as a whole.
 //!
 //! ```text
 //! name.rs     FileName, FilePath: text of a hub, a request or a file, checked before it becomes part of a path
 //! read.rs     regular files only, within a limit, without waiting
-//! replace.rs  atomic and durable replacement of a file
+//! replace.rs  atomic replacement of a file, and which writes are durable
 //! json.rs     JSON as Python writes it
 //! ```
 //!
@@ -18,4 +18,6 @@ mod replace;
 pub use self::json::json;
 pub use self::name::{FileName, FilePath, NameError};
 pub use self::read::{open, read, read_text};
-pub use self::replace::{create_private_folder, remove, replace, replace_private};
+pub use self::replace::{
+    Replacement, create_private_folder, remove, replace, replace_losable, replace_private,
+};

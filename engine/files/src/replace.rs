@@ -1,10 +1,29 @@
 //! Replaces files as a whole: a reader, or a start after a crash, sees the old file or the new one.
+//!
+//! | write | function | after a power loss |
+//! |---|---|---|
+//! | policies, keys, exports of state, references of the hub's cache | [`replace`], [`replace_private`], [`Replacement`] | the new file is there once the function has returned |
+//! | calibration, machine profiles, digests of weights, compiled policies and CUDA kernels | [`replace_private`] | the same; they could be made again, but each is written once and takes seconds to minutes to make |
+//! | stored responses | [`replace_losable`] | a response of the last seconds may be missing or empty |
+//!
+//! Durable means that the content is on disk before the file has its name, and the name before the
+//! function returns: without the first a crash could leave an empty file under the new name,
+//! without the second the old file. A response is written for each reply, while a client waits, and
+//! nobody is promised that it outlives the machine: waiting for the disk would cost each reply more
+//! than the loss of one costs. Whoever reads such a file takes one that cannot be parsed for one
+//! that does not exist.
+//!
+//! Files that grow (logs, traces, downloads, databases) are not replaced and have durability of
+//! their own.
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Replaces the file at `path` atomically. It keeps its permissions; a new one has those of the umask.
+use tempfile::NamedTempFile;
+
+/// Replaces the file at `path` atomically and durably. It keeps its permissions; a new one has
+/// those of the umask.
 ///
 /// # Errors
 /// When it cannot be written; the old file remains.
@@ -13,7 +32,12 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let old = fs::metadata(path).map(|old| old.permissions()).ok();
-    replace_with(path, bytes, &builder, old)
+    let mut replacement = Replacement::with(path, &builder)?;
+    if let Some(permissions) = old {
+        replacement.file.as_file().set_permissions(permissions)?;
+    }
+    replacement.write_all(bytes)?;
+    replacement.commit()
 }
 
 /// As [`replace`], with a file that only its owner can access, and so its folder if that is new.
@@ -21,29 +45,99 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// As [`replace`].
 pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        create_private_folder(folder)?;
-    }
-    replace_with(path, bytes, &tempfile::Builder::new(), None)
+    create_private_folder(folder_of(path))?;
+    let mut replacement = Replacement::private(path)?;
+    replacement.write_all(bytes)?;
+    replacement.commit()
 }
 
-fn replace_with(
-    path: &Path,
-    bytes: &[u8],
-    builder: &tempfile::Builder<'_, '_>,
-    permissions: Option<fs::Permissions>,
-) -> io::Result<()> {
-    // A link remains: its target is replaced.
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let mut file = builder.tempfile_in(folder.unwrap_or(Path::new(".")))?;
-    if let Some(permissions) = permissions {
-        file.as_file().set_permissions(permissions)?;
+/// As [`replace_private`], without waiting for the disk: a power loss may undo the replacement, or
+/// leave an empty file.
+///
+/// # Errors
+/// As [`replace`].
+pub fn replace_losable(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    create_private_folder(folder_of(path))?;
+    let mut replacement = Replacement::private(path)?;
+    replacement.write_all(bytes)?;
+    replacement.persist().map(drop)
+}
+
+/// A file that is being written, and replaces another one when it is complete. Dropped before, it
+/// changes nothing.
+pub struct Replacement {
+    file: NamedTempFile,
+    path: PathBuf,
+}
+
+impl Replacement {
+    /// Begins to replace the file at `path` by one that only its owner can access.
+    ///
+    /// # Errors
+    /// When a file cannot be created in its folder.
+    pub fn private(path: &Path) -> io::Result<Self> {
+        Self::with(path, &tempfile::Builder::new())
     }
-    file.write_all(bytes)?;
-    // Without it a crash could leave an empty file under the new name.
-    file.as_file().sync_all()?;
-    file.persist(&path)?;
+
+    fn with(path: &Path, builder: &tempfile::Builder<'_, '_>) -> io::Result<Self> {
+        // A link remains: its target is replaced.
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let file = builder.tempfile_in(folder_of(&path))?;
+        Ok(Self { file, path })
+    }
+
+    /// Replaces the file, durably.
+    ///
+    /// # Errors
+    /// When the file cannot be written; the old one remains.
+    pub fn commit(self) -> io::Result<()> {
+        self.file.as_file().sync_all()?;
+        let path = self.persist()?;
+        sync_folder(folder_of(&path))
+    }
+
+    fn persist(self) -> io::Result<PathBuf> {
+        self.file.persist(&self.path)?;
+        Ok(self.path)
+    }
+}
+
+impl Write for Replacement {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// The folder of a file; the working directory for a bare name.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Waits until the names in `folder` are on disk.
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match fs::File::open(folder).and_then(|folder| folder.sync_all()) {
+        // Some file systems, most of them of networks, cannot sync a folder; it may also be one
+        // that may be written and not read. The file is in place.
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::InvalidInput | ErrorKind::Unsupported | ErrorKind::PermissionDenied
+            ) =>
+        {
+            Ok(())
+        }
+        synced => synced,
+    }
+}
+
+/// Elsewhere a folder cannot be opened as a file.
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
 
@@ -67,4 +161,40 @@ pub fn create_private_folder(folder: &Path) -> io::Result<()> {
     #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.recursive(true).create(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_replacement_that_is_not_committed_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new").join("file");
+        create_private_folder(path.parent().unwrap()).unwrap();
+        let mut replacement = Replacement::private(&path).unwrap();
+        replacement.write_all(b"half").unwrap();
+        drop(replacement);
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0);
+        for (write, text) in
+            [(replace_private as fn(&Path, &[u8]) -> _, "a"), (replace_losable, "b")]
+        {
+            write(&path, text.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_private_file_and_its_new_folder_are_for_their_owner() {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new").join("file");
+        for write in [replace_private as fn(&Path, &[u8]) -> _, replace_losable] {
+            write(&path, b"text").unwrap();
+            assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
+        }
+    }
 }

@@ -15,7 +15,7 @@ use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Seek, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use tempfile::NamedTempFile;
+use steersman_files::Replacement;
 use tracing::warn;
 
 use super::super::record::PartRecord;
@@ -51,8 +51,7 @@ impl StoreFile {
     pub fn export(&self, path: &Path) -> Result<StoredSize> {
         let failed = |error: io::Error| StoreError::io(path, error);
         let reader = self.reader()?;
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let file = NamedTempFile::new_in(folder.unwrap_or(Path::new("."))).map_err(failed)?;
+        let file = Replacement::private(path).map_err(failed)?;
         let mut output = BufWriter::with_capacity(BUFFER_BYTES, file);
         let mut put = |bytes: &[u8]| output.write_all(bytes).map_err(failed);
 
@@ -84,8 +83,7 @@ impl StoreFile {
         put(&END)?;
         put(&end(written.parts).to_bytes(&END))?;
         let file = output.into_inner().map_err(|error| failed(error.into_error()))?;
-        file.as_file().sync_all().map_err(failed)?;
-        file.persist(path).map_err(|error| failed(error.error))?;
+        file.commit().map_err(failed)?;
         Ok(written)
     }
 

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -18,7 +18,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use steersman_engine::request::Message;
 use steersman_files::FileName;
-use tempfile::NamedTempFile;
 
 /// Running time between the first time that a response is found too old and its deletion.
 const CONFIRM: Duration = Duration::from_secs(3600);
@@ -124,17 +123,14 @@ impl ResponseStore {
     }
 
     fn write(&self, id: &FileName, stored: &Stored) -> io::Result<u64> {
-        steersman_files::create_private_folder(&self.folder)?;
         let bytes = serde_json::to_vec(stored)?;
         if bytes.len() as u64 > self.limit_bytes {
             let (bytes, limit) = (bytes.len(), self.limit_bytes);
             let problem = format!("it has {bytes} bytes, server.responses_bytes is {limit}");
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, problem));
         }
-        // Not synced: the disk would keep a worker waiting for each response.
-        let mut file = NamedTempFile::new_in(&self.folder)?;
-        file.write_all(&bytes)?;
-        file.persist(self.path(id))?;
+        // The disk would keep a worker waiting for each response.
+        steersman_files::replace_losable(&self.path(id), &bytes)?;
         Ok(bytes.len() as u64)
     }
 
