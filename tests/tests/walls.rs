@@ -11,6 +11,7 @@ const WALLS: [(&str, &[&str]); 7] = [
     (
         "redb",
         &[
+            "engine/database/",
             "engine/src/store",
             "engine/policy-host/src/database.rs",
             // Damages a store on purpose.

@@ -7,22 +7,18 @@
 //! No caller waits for the disk: a thread writes changes, those within [`FLUSH_AFTER`] in one commit,
 //! and the rest when the last handle is dropped. Failed writes are retried.
 //!
-//! The file is verified whenever it is opened. A damaged one is moved to `policies.redb.damaged-N`, and
-//! the records that can still be read are copied to a new file first. A file that is not ours is an
-//! error, and remains as it is.
+//! The file is verified whenever it is opened. A damaged one is set aside, and the records that can still
+//! be read are copied to a new file first. A file that is not ours is an error, and remains as it is.
 //!
 //! # Why
 //! - **A thread.** A commit waits for the disk, 1 to 20 ms, and guests are called from the decode thread.
-//! - **`check_integrity`, [`guarded`].** redb compares checksums only when it repairs, and panics on some
-//!   damaged pages otherwise.
+//! - **`check_integrity`.** redb compares checksums only when it repairs.
 //! - **A check in each record.** A damaged file is read without redb's checksums, and a wrong value would
 //!   change decisions.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -30,13 +26,13 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use redb::backends::InMemoryBackend;
-use redb::{
-    Builder, Database as Redb, ReadableDatabase, StorageBackend, TableDefinition, TableHandle,
-};
+use redb::{Builder, Database as Redb, ReadableDatabase, StorageBackend, TableDefinition};
 use sha2::{Digest, Sha256};
+use steersman_database::{
+    Fault, Owner, close, guarded, open_private, owner, set_aside, tables, with_suffix,
+};
 
 use crate::error::Error;
-use crate::file::create_private_folder;
 
 /// Name of the database in the data folder.
 const DATABASE: &str = "policies.redb";
@@ -53,11 +49,8 @@ pub(crate) const FLUSH_AFTER: Duration = Duration::from_millis(20);
 /// Time before a failed commit is retried.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Most files moved aside; the last one is overwritten then.
-const MOST_ASIDE: u32 = 3;
-
-/// First bytes of a file of redb.
-const MAGIC: &[u8] = b"redb";
+/// Most bytes of a file whose records are copied when it is damaged, or whose tables are read in memory.
+const SALVAGED_BYTES: u64 = 1 << 30;
 
 const RECORDS_NAME: &str = "steersman policy records";
 
@@ -91,17 +84,16 @@ impl Storage {
     /// [`Error::NotOurs`] names a file in the place of the database that is something else.
     pub fn open(data: &Path) -> Result<Self, Error> {
         let path = data.join(DATABASE);
-        let opened = open_or_replace(&path).and_then(|redb| {
-            Database::on_disk(redb).map_err(|error| Fault::Unavailable(error.to_string()))
-        });
+        let opened =
+            open_or_replace(&path).and_then(|redb| Ok(redb.map(Database::on_disk).transpose()?));
         match opened {
-            Ok(database) => {
+            Ok(Some(database)) => {
                 Ok(Self { database: Arc::new(database), compiled: Some(data.join(COMPILED)) })
             }
-            Err(Fault::NotOurs) => Err(Error::NotOurs { path }),
-            Err(Fault::Unavailable(error) | Fault::Damaged(error)) => {
+            Ok(None) => Err(Error::NotOurs { path }),
+            Err(fault) => {
                 let path = path.display();
-                tracing::warn!(%path, error, "policy database unavailable; using memory");
+                tracing::warn!(%path, error = %fault, "policy database unavailable; using memory");
                 Ok(Self::compile_cache(data))
             }
         }
@@ -176,7 +168,7 @@ impl Database {
             Ok(record.and_then(|record| checked(borrowed(key), record.value())))
         });
         read.unwrap_or_else(|error| {
-            tracing::warn!(policy = key.1, record = key.2, error, "policy record unreadable");
+            tracing::warn!(policy = key.1, record = key.2, %error, "policy record unreadable");
             None
         })
     }
@@ -187,7 +179,7 @@ impl Database {
         let pending = self.shared.pending.lock();
         let on_disk = self.shared.redb.as_ref().map_or(Ok(Found::new()), |r| readable(r, "\0"));
         let mut found = on_disk.unwrap_or_else(|(some, error)| {
-            tracing::warn!(error, "policy database unreadable; some values are missing");
+            tracing::warn!(%error, "policy database unreadable; some values are missing");
             some
         });
         for (key, (_, value)) in pending.changes.iter().filter(|(key, _)| !key.0.is_empty()) {
@@ -244,7 +236,7 @@ impl Shared {
             if let Err(error) = &written
                 && !failed
             {
-                tracing::warn!(error, "policy database not written; retrying");
+                tracing::warn!(%error, "policy database not written; retrying");
             }
             failed = written.is_err();
             if !failed {
@@ -261,140 +253,90 @@ impl Shared {
     }
 }
 
-/// Why a file cannot be used.
-enum Fault {
-    /// Another server has it, or the disk refuses.
-    Unavailable(String),
-    /// It must be replaced.
-    Damaged(String),
-    /// It is something else.
-    NotOurs,
+/// Whether the file at `path` has our records, or had them before it was damaged, or does not exist: nothing
+/// else is touched. redb writes to every file that it opens.
+fn is_ours(path: &Path) -> Result<bool, Fault> {
+    Ok(match owner(path, &[RECORDS_NAME.as_bytes(), EARLIER_NAME.as_bytes()])? {
+        Owner::Nobody | Owner::Ours | Owner::Damaged | Owner::Unwritten => true,
+        Owner::Foreign => false,
+        // What is left of our file has no table, or cannot be opened; another one has tables.
+        Owner::Unknown => {
+            let bytes = steersman_files::read(path, SALVAGED_BYTES);
+            let names = bytes.map_err(Fault::from).and_then(|bytes| {
+                let redb = copy_in_memory(&bytes)?;
+                let names = guarded(|| tables(&redb));
+                close(Some(redb));
+                names
+            });
+            let names = names.unwrap_or_default();
+            names.is_empty() || names.iter().any(|name| name == RECORDS_NAME)
+        }
+    })
 }
 
-/// Opens the file. A new one replaces a damaged one, with the records that can still be read.
-fn open_or_replace(path: &Path) -> Result<Redb, Fault> {
-    let unavailable = |error: io::Error| Fault::Unavailable(error.to_string());
+/// Opens the file. A new one replaces a damaged one, with the records that can still be read. `None` if it is not
+/// ours.
+fn open_or_replace(path: &Path) -> Result<Option<Redb>, Fault> {
     let new = with_suffix(path, ".new");
     if !path.exists() && new.exists() {
         // The process ended between the two renames below.
-        fs::rename(&new, path).map_err(unavailable)?;
+        fs::rename(&new, path)?;
     }
-    let bytes = match steersman_files::read(path, u64::MAX) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-        bytes => bytes.map_err(unavailable)?,
-    };
-    // Before it is opened: redb writes to every file that it opens.
-    if !is_ours(&bytes) {
-        return Err(Fault::NotOurs);
+    if !is_ours(path)? {
+        return Ok(None);
     }
     let problem = match open(path) {
         Err(Fault::Damaged(problem)) => problem,
-        opened => return opened,
+        opened => return opened.map(Some),
     };
-    let readable = readable_in(&bytes);
+    let readable = readable_in(path);
     let _ = fs::remove_file(&new);
     let redb = open(&new)?;
-    write(&redb, &readable).map_err(Fault::Unavailable)?;
+    write(&redb, &readable)?;
     drop(redb);
-    let aside = |n: u32| with_suffix(path, &format!(".damaged-{n}"));
-    let free = (1..MOST_ASIDE).map(aside).find(|aside| !aside.exists());
-    let aside = free.unwrap_or_else(|| aside(MOST_ASIDE));
-    fs::rename(path, &aside).and_then(|()| fs::rename(&new, path)).map_err(unavailable)?;
+    let aside = set_aside(path)?;
+    fs::rename(&new, path)?;
     let (aside, records) = (aside.display(), readable.len());
-    tracing::warn!(%aside, records, problem, "policy database damaged; moved aside, its readable records kept");
-    open(path)
+    tracing::warn!(%aside, records, problem, "policy database damaged; set aside, its readable records kept");
+    open(path).map(Some)
 }
 
 /// Opens and verifies a file, and creates it if there is none.
 fn open(path: &Path) -> Result<Redb, Fault> {
-    let file = open_file(path).map_err(|error| Fault::Unavailable(error.to_string()))?;
-    let opened = catch(|| Builder::new().create_file(file)).map_err(Fault::Damaged)?;
-    let mut redb = opened.map_err(|error| match error {
-        redb::DatabaseError::DatabaseAlreadyOpen => {
-            Fault::Unavailable("in use by another process".into())
-        }
-        redb::DatabaseError::Storage(redb::StorageError::Io(error)) if !is_of_content(&error) => {
-            Fault::Unavailable(error.to_string())
-        }
-        damaged => Fault::Damaged(damaged.to_string()),
-    })?;
+    let file = open_private(path)?;
+    let mut redb = guarded(|| Ok(Builder::new().create_file(file)?))?;
     let verified = guarded(|| {
         if !redb.check_integrity()? {
             tracing::warn!(path = %path.display(), "policy database repaired");
         }
-        let names: Vec<_> =
-            redb.begin_read()?.list_tables()?.map(|table| table.name().to_owned()).collect();
-        Ok(names)
+        tables(&redb)
     });
     let fault = match verified {
         Ok(names) if names.iter().any(|name| name == RECORDS_NAME) => return Ok(redb),
         Ok(names) if names.is_empty() => match write(&redb, &Changes::new()) {
             Ok(()) => return Ok(redb),
-            Err(error) => Fault::Unavailable(error),
+            Err(fault) => fault,
         },
         Ok(_) => Fault::Damaged("has no records, or is of an earlier build".into()),
-        Err(problem) => Fault::Damaged(problem),
+        Err(fault) => fault,
     };
-    // Closing a damaged file may panic too.
-    let _ = catch(|| drop(redb));
+    close(Some(redb));
     Err(fault)
 }
 
-/// Whether an error of the file system is one of the file's content: it is shorter than redb expects.
-fn is_of_content(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData)
-}
-
-/// Opens the file, and creates it and its folder if missing, both accessible to their owner only:
-/// policies may store parts of conversations. What exists keeps its mode.
-fn open_file(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    if let Some(folder) = path.parent() {
-        create_private_folder(folder)?;
-    }
-    options.open(path)
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(suffix);
-    name.into()
-}
-
-/// Whether a file has our records, or had them before it was damaged: nothing else is touched.
-fn is_ours(bytes: &[u8]) -> bool {
-    let has = |name: &str| bytes.windows(name.len()).any(|window| window == name.as_bytes());
-    if has(RECORDS_NAME) || has(EARLIER_NAME) || bytes.iter().all(|byte| *byte == 0) {
-        return true;
-    }
-    if !bytes.starts_with(MAGIC) {
-        return MAGIC.starts_with(bytes);
-    }
-    // What is left of our file has no table, or cannot be opened; another one has tables.
-    let tables = copy_in_memory(bytes).and_then(|redb| {
-        let tables = guarded(|| Ok(redb.begin_read()?.list_tables()?.count()));
-        let _ = catch(|| drop(redb));
-        tables
-    });
-    tables.unwrap_or_default() == 0
-}
-
 /// A database with these bytes. The file itself remains as it is.
-fn copy_in_memory(bytes: &[u8]) -> Result<Redb, String> {
+fn copy_in_memory(bytes: &[u8]) -> Result<Redb, Fault> {
     let backend = InMemoryBackend::new();
-    let copied = backend.set_len(bytes.len() as u64).and_then(|()| backend.write(0, bytes));
-    copied.map_err(|error| error.to_string())?;
+    backend.set_len(bytes.len() as u64).and_then(|()| backend.write(0, bytes))?;
     guarded(|| Ok(Builder::new().create_with_backend(backend)?))
 }
 
 /// The records of a damaged file that can still be read.
-fn readable_in(bytes: &[u8]) -> Changes {
-    let Ok(redb) = copy_in_memory(bytes) else { return Changes::new() };
+fn readable_in(path: &Path) -> Changes {
+    let bytes = steersman_files::read(path, SALVAGED_BYTES).map_err(Fault::from);
+    let Ok(redb) = bytes.and_then(|bytes| copy_in_memory(&bytes)) else { return Changes::new() };
     let (Ok(found) | Err((found, _))) = readable(&redb, "");
-    let _ = catch(|| drop(redb));
+    close(Some(redb));
     found.into_iter().map(|(key, value)| (key, (0, Some(value.into())))).collect()
 }
 
@@ -402,7 +344,7 @@ fn readable_in(bytes: &[u8]) -> Changes {
 type Found = BTreeMap<Key, Vec<u8>>;
 
 /// All records from profile `first` on. With an error, those before and after the damaged ones.
-fn readable(redb: &Redb, first: &str) -> Result<Found, (Found, String)> {
+fn readable(redb: &Redb, first: &str) -> Result<Found, (Found, Fault)> {
     let mut found = Found::new();
     let mut read = |backwards: bool| {
         guarded(|| {
@@ -425,7 +367,7 @@ fn readable(redb: &Redb, first: &str) -> Result<Found, (Found, String)> {
 }
 
 /// Commits changes, and creates the table.
-fn write(redb: &Redb, changes: &Changes) -> Result<(), String> {
+fn write(redb: &Redb, changes: &Changes) -> Result<(), Fault> {
     guarded(|| {
         let transaction = redb.begin_write()?;
         {
@@ -472,15 +414,6 @@ fn checked(key: (&str, &str, &str), record: &[u8]) -> Option<Vec<u8>> {
         );
     }
     intact.then(|| value.to_vec())
-}
-
-/// Runs `f`; a panic of redb means a damaged file.
-fn guarded<T>(f: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, String> {
-    catch(f)?.map_err(|error| error.to_string())
-}
-
-fn catch<T>(f: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(f)).map_err(|_| "redb panicked".into())
 }
 
 #[cfg(test)]

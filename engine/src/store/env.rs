@@ -51,7 +51,7 @@ impl Default for StoreEnv {
     fn default() -> Self {
         Self {
             clock: WallClock::default(),
-            open: Arc::new(|builder, path| builder.create_file(super::redb::open_file(path)?)),
+            open: Arc::new(|builder, path| builder.create_file(steersman_database::open_private(path)?)),
         }
     }
 }

@@ -26,8 +26,6 @@
 //!   2 GB took 3.8 s to open, with it 0.02 s. It costs each commit a second fsync and a few pages:
 //!   8 ms for 1 MB instead of 4, on a thread that nobody waits for. `Durability::None` lost: it
 //!   saves time that nobody misses, and frees no page until a durable commit.
-//! - **`catch_unwind`.** redb compares page checksums only when it repairs, and panics on some
-//!   damaged pages otherwise. A damaged store must not end a request.
 
 mod aside;
 mod database;
@@ -47,10 +45,10 @@ use std::time::Instant;
 
 use ::redb::Database;
 use parking_lot::{Condvar, Mutex, RwLock};
+use steersman_database::{close, size_on_disk};
 use tracing::{debug, info, warn};
 
 use self::database::{Opened, StoreFault, Transaction};
-pub(super) use self::file::open_file;
 pub use self::maintain::{KindSize, StoreFile, StoredPrefix, VerifyReport};
 pub use self::portable::ImportReport;
 use self::reader::{PartReader, in_parallel};
@@ -343,13 +341,13 @@ impl Drop for RedbStore {
         {
             warn!("state store's writer panicked");
         }
-        database::close(self.shared.database.write().take());
+        close(self.shared.database.write().take());
     }
 }
 
 impl StoreShared {
     pub fn report(&self) -> StoreReport {
-        let file_bytes = file::size_on_disk(&self.path);
+        let file_bytes = size_on_disk(&self.path);
         let mut state = self.state.lock();
         let [rows, states, others] = state.index.sizes();
         let mut off = state.off.as_ref().map(|off| off.error.to_string());
@@ -467,7 +465,7 @@ impl StoreShared {
     fn reopen(&self, why: &Reopen) {
         let path = &self.path;
         let mut database = self.database.write();
-        database::close(database.take());
+        close(database.take());
         match why {
             Reopen::Fault(fault) if fault.is_of_the_file() => aside::set_aside(path, fault),
             Reopen::Gone => warn!(?path, "state store was deleted or replaced while it was open"),

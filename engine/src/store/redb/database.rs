@@ -1,23 +1,22 @@
 //! Transactions on the redb file: what is written together, what is read, and what a failure
 //! means. Knows no thread, no queue and no budget.
 
-use std::any::Any;
 use std::collections::HashSet;
-use std::io::{self, ErrorKind, Read};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 
 use ::redb::{
-    Builder, Database, MultimapTableHandle, ReadableDatabase, ReadableTable, ReadableTableMetadata,
-    TableDefinition, TableHandle,
+    Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition,
+    TableHandle,
 };
+use steersman_database::{Fault, close, size_on_disk, tables};
 use tracing::{info, warn};
 
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, QueuedPart, StoreEnv, StoreError, format};
 use super::aside;
-use super::file::{Owner, owner, size_on_disk, warn_of_other_readers};
+use super::file::{is_unknown, warn_of_other_readers};
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`PartRecord`].
@@ -103,17 +102,12 @@ impl StoreFault {
     }
 }
 
-impl From<::redb::Error> for StoreFault {
-    fn from(error: ::redb::Error) -> Self {
-        use ::redb::Error as E;
-        match error {
-            E::DatabaseAlreadyOpen => Self::InUse,
-            E::Io(io) => match io.kind() {
-                ErrorKind::UnexpectedEof | ErrorKind::InvalidData => Self::Damaged(io.to_string()),
-                _ => Self::Io(Arc::new(io)),
-            },
-            E::PreviousIo | E::DatabaseClosed => Self::Io(Arc::new(io::Error::other(error))),
-            _ => Self::Damaged(error.to_string()),
+impl From<Fault> for StoreFault {
+    fn from(fault: Fault) -> Self {
+        match fault {
+            Fault::InUse => Self::InUse,
+            Fault::Damaged(problem) => Self::Damaged(problem),
+            Fault::Io(error) => Self::Io(error),
         }
     }
 }
@@ -139,7 +133,7 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
 /// Opens the file, and creates it with its tables if there is none.
 pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> {
     // Opening a database for writing changes its header, so look into another program's first.
-    if owner(path)? == Owner::Unknown
+    if is_unknown(path)?
         && let Ok(Content::Foreign) = guarded(|| content(&Builder::new().open_read_only(path)?))
     {
         return Err(FOREIGN_DATABASE);
@@ -176,9 +170,7 @@ enum Content {
 }
 
 fn content(database: &impl ReadableDatabase) -> Result<Content, ::redb::Error> {
-    let read = database.begin_read()?;
-    let mut names: Vec<String> = read.list_tables()?.map(|table| table.name().to_owned()).collect();
-    names.extend(read.list_multimap_tables()?.map(|table| table.name().to_owned()));
+    let names = tables(database)?;
     if names.is_empty() {
         return Ok(Content::Empty);
     }
@@ -187,7 +179,7 @@ fn content(database: &impl ReadableDatabase) -> Result<Content, ::redb::Error> {
     if names.iter().filter(|name| ours.contains(&name.as_str())).count() < 2 {
         return Ok(Content::Foreign);
     }
-    let format = read.open_table(META)?.get("format")?.map(|format| format.value());
+    let format = database.begin_read()?.open_table(META)?.get("format")?.map(|format| format.value());
     Ok(Content::Format(format))
 }
 
@@ -201,14 +193,6 @@ fn create_tables(database: &Database) -> Result<(), ::redb::Error> {
     write.open_table(ENTRIES)?;
     write.open_table(CHUNKS)?;
     Ok(write.commit()?)
-}
-
-/// Closes a database, which may itself fail on a damaged file.
-pub(super) fn close(database: Option<Database>) {
-    let _ = guarded(|| {
-        drop(database);
-        Ok(())
-    });
 }
 
 /// Compacts the file if it is much larger than its budget or than its `live` bytes. Takes about as
@@ -316,15 +300,7 @@ pub(super) fn write(database: &Database, transaction: &Transaction) -> Result<()
     })
 }
 
-/// Runs `f`. A panic means a damaged file: redb trusts its pages between repairs.
+/// [`steersman_database::guarded`], with a fault of the store.
 pub(super) fn guarded<T>(f: impl FnOnce() -> Result<T, ::redb::Error>) -> Result<T, StoreFault> {
-    match catch_unwind(AssertUnwindSafe(f)) {
-        Ok(result) => result.map_err(StoreFault::from),
-        Err(panic) => Err(StoreFault::Damaged(format!("redb panicked: {}", message(&*panic)))),
-    }
-}
-
-fn message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+    Ok(steersman_database::guarded(f)?)
 }

@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ::redb::Database;
+use steersman_database::{close, size_on_disk};
 use tracing::warn;
 
 use super::super::record::PartRecord;
 use super::super::{Fingerprint, Key, PartKind, StoreEnv, StoreError, StoredSize};
 use super::aside;
 use super::database::{self, StoreFault, Transaction};
-use super::file::size_on_disk;
 use super::reader::PartReader;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;
@@ -239,7 +239,7 @@ impl StoreFile {
 
 impl Drop for StoreFile {
     fn drop(&mut self) {
-        database::close(self.database.take());
+        close(self.database.take());
     }
 }
 

@@ -259,6 +259,6 @@ fn file_stays_within_its_budget_and_shrinks_with_it() {
     assert!(largest <= budget + budget / 100, "{largest} bytes for a budget of {budget}");
     let small = 2 << 20;
     drop(open_with(&folder, small));
-    let after = file::size_on_disk(&path);
+    let after = size_on_disk(&path);
     assert!(after <= small, "{after} bytes for a budget of {small}");
 }
