@@ -230,6 +230,12 @@ pub(crate) fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<
     })
 }
 
+impl From<steersman_jinja::RenderError> for Error {
+    fn from(error: steersman_jinja::RenderError) -> Self {
+        RequestError::Template(error.0).into()
+    }
+}
+
 impl From<policy::Failure> for Error {
     fn from(failure: policy::Failure) -> Self {
         Self::Policy(failure.into())

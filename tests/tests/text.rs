@@ -8,7 +8,6 @@ use flate2::read::GzDecoder;
 use serde_json::{Map, Value};
 use steersman_engine::internals::text::{Phase, Piece, Reply, Template, Text, Variables};
 use steersman_engine::request::Message;
-use steersman_engine::{Error, RequestError};
 
 /// Noon of the day of the reference clock.
 const TODAY: i64 = 1_721_995_200; // 26 July 2024
@@ -34,11 +33,7 @@ fn ids(value: &Value) -> Vec<u32> {
 
 /// What `template` renders with `variables`, or the message of its error.
 fn rendered(template: &Template, variables: &Map<String, Value>) -> String {
-    match template.render(variables) {
-        Ok(text) => text,
-        Err(Error::Request(RequestError::Template(message))) => message,
-        Err(other) => panic!("{other}"),
-    }
+    template.render(variables).unwrap_or_else(|error| error.to_string())
 }
 
 /// The variables of a conversation: its `messages`, `tools` and `kwargs`.

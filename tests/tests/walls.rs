@@ -38,7 +38,7 @@ const WALLS: [(&str, &[&str]); 7] = [
     ),
     ("axum", &["server/", "tests/"]),
     ("tokenizers", &["engine/src/text"]),
-    ("minijinja", &["engine/src/text", "server/bench/src/report.rs"]),
+    ("minijinja", &["engine/jinja/", "server/bench/src/report.rs"]),
     ("rmcp", &["server/src/mcp/"]),
 ];
 

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use steersman_gguf::files;
+use steersman_jinja::Template;
 
 use super::probe::Probe;
-use super::template::Template;
 use super::tool_call::Format;
 use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;

@@ -8,15 +8,15 @@
 //! | file | contents |
 //! |---|---|
 //! | `folder.rs` | the small files of a model folder |
-//! | `template.rs`, `operators.rs`, `builtins.rs`, `python.rs` | Jinja as transformers runs it, within limits; values formatted as in Python |
 //! | `probe.rs`, `conversation.rs` | what the template can express, found when the model loads; how a conversation is written for it |
-//! | `taint.rs` | which characters of a prompt came with the request |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
 //! | `harmony.rs` | replies that consist of messages, as gpt-oss writes them |
 //! | `reply.rs` | reasoning, answer and tool calls as clients see them |
 //! | `tool_call/` | the formats of tool calls: reading them, and how grammars write them |
 //! | `stop.rs`, `trim.rs` | stop strings, white space |
+//!
+//! `steersman-jinja` renders chat templates, and keeps the text of a request apart from the template's.
 //!
 //! # Why no `bos` is added
 //! A prompt is encoded as in transformers' `apply_chat_template` and mlx-lm: special tokens that the
@@ -32,18 +32,13 @@ use serde_json::{Map, Value};
 use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::request::{Effort, Message, RawPrompt, Request, Sampling};
 
-mod builtins;
 mod conversation;
 mod detokenize;
 mod folder;
 pub mod harmony;
-mod operators;
 mod probe;
-mod python;
 mod reply;
 mod stop;
-mod taint;
-mod template;
 mod tokenizer;
 pub mod tool_call;
 mod trim;
@@ -52,12 +47,12 @@ mod trim;
 mod tests;
 
 pub use reply::{Phase, Piece, Reply};
-pub use template::Template;
+pub use steersman_jinja::Template;
 
 use conversation::Written;
 use detokenize::Detokenizer;
 use folder::{Folder, Templates};
-use taint::{Origin, Taint};
+use steersman_jinja::taint::{self, Origin, Taint};
 use tokenizer::{Marker, Tokenizer};
 use tool_call::Format;
 

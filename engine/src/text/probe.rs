@@ -10,9 +10,9 @@
 //! Knows nothing of tokens.
 
 use serde_json::{Map, Value, json};
+use steersman_jinja::{Render, Template};
 
 use super::conversation::{Beside, Part, Shape};
-use super::template::Template;
 use super::tool_call::{Format, Ids};
 use crate::error::Result;
 use crate::request::{Effort, FunctionCall, Message, ToolCall};
@@ -189,7 +189,7 @@ impl EffortVariable {
 
 /// Renders conversations with one template.
 struct Renderer<'a> {
-    render: &'a dyn Fn(&Map<String, Value>) -> Result<String>,
+    render: &'a Render<'a>,
     special_tokens: &'a Map<String, Value>,
     source: &'a str,
 }

@@ -17,10 +17,10 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use sha2::{Digest, Sha256};
+use steersman_jinja::taint::{self, Origin, Taint};
 use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
 use super::harmony;
-use super::taint::{self, Origin, Taint};
 use super::tool_call::Format;
 use crate::error::{ConfigError, Error, RequestError, Result};
 

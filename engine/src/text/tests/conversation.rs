@@ -10,7 +10,6 @@ use super::*;
 use crate::error::Error;
 use crate::request::{FunctionCall, ToolCall};
 use crate::text::folder::Templates;
-use crate::text::template::Template;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/templates")

@@ -1,37 +1,24 @@
-//! What a chat template does otherwise than with minijinja alone: slices and `%` as in Python, limits on the
-//! memory of a rendering, and comparisons that see through [taint](super::taint).
+//! Operators that differ from those of minijinja: slices and `%` as in Python, comparisons that see through
+//! [taint](crate::taint), and results that are charged to the [budget](crate::budget).
 //!
 //! Operators of minijinja cannot be replaced, so [`prepare`] changes the compiled instructions: some
-//! become calls of filters whose names no template can write, and what may grow is charged to a
-//! budget. Filters and methods that templates call by name are in `filters` and `method`.
-//! Never reads or writes outside of the rendering.
+//! become calls of filters whose names no template can write, and what may grow is charged. Methods, and
+//! filters that make nothing large, are in `builtins`.
 //!
 //! # Why slices
 //! minijinja 3.0.5 panics when it reverses an empty list or text (`messages[1:][::-1]`, which
 //! published templates of Qwen3.5 contain) and takes `[:0:-1]` for `[::-1]`.
-//!
-//! # Why a budget on what is made
-//! Fuel bounds the number of instructions, and one instruction can double a text. Live memory cannot
-//! be measured from here; what a rendering makes bounds it from above.
 
 use std::borrow::Cow;
-use std::cell::Cell;
-use std::fmt::Write;
 
 use minijinja::filters;
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
-use super::python;
-use super::taint::{self, is_tainted, plain_text};
-
-/// Bytes that one rendering may make in texts and lists, released ones included. The heaviest
-/// known template makes a hundredth of it for 4,000 messages.
-const BUDGET: usize = if cfg!(test) { 64 << 20 } else { 2 << 30 };
-
-/// Most columns of an indent, a field of `format`, or a batch.
-const WIDTH: usize = 10_000;
+use crate::budget::{charge, invalid, within};
+use crate::python;
+use crate::taint::{self, is_tainted, plain_text};
 
 /// Memory of an item of a list.
 const ITEM: usize = size_of::<Value>();
@@ -46,13 +33,8 @@ const IN: &str = "in";
 const REM: &str = "%";
 const CHARACTERS: &str = "characters";
 
-thread_local! {
-    /// What is left of the budget of the rendering on this thread.
-    static LEFT: Cell<usize> = const { Cell::new(BUDGET) };
-}
-
 /// Adds the filters to `environment`.
-pub(super) fn add_to(environment: &mut Environment<'static>) {
+pub fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter(SLICE, slice);
     environment.add_filter(CONCAT, concat);
     environment.add_filter(MADE, made);
@@ -83,34 +65,8 @@ fn range(lower: isize, upper: Option<isize>, step: Option<isize>) -> Result<Valu
     minijinja::functions::range(lower, upper, step)
 }
 
-/// Starts the budget of a rendering on this thread.
-pub(super) fn start() {
-    LEFT.set(BUDGET);
-}
-
-/// Charges `bytes` to the budget.
-pub(super) fn charge(bytes: usize) -> Result<(), Error> {
-    match LEFT.get().checked_sub(bytes) {
-        Some(left) => {
-            LEFT.set(left);
-            Ok(())
-        }
-        None => Err(too_large()),
-    }
-}
-
-/// What is left of the budget.
-pub(super) fn left() -> usize {
-    LEFT.get()
-}
-
-pub(super) fn too_large() -> Error {
-    let message = format!("the template makes more than {} MiB of text and lists", BUDGET >> 20);
-    Error::new(ErrorKind::InvalidOperation, message)
-}
-
 /// Changes `compiled` as the module describes; comparisons only if texts are `tainted`.
-pub(super) fn prepare<'a>(compiled: &Instructions<'a>, tainted: bool) -> Instructions<'a> {
+pub fn prepare<'a>(compiled: &Instructions<'a>, tainted: bool) -> Instructions<'a> {
     let count = (0..).take_while(|at| compiled.get(*at).is_some()).count() as u32;
     let filter = |name, arguments| Instruction::ApplyFilter(name, Some(arguments), !0);
     let replaced = |at: u32| -> Vec<Instruction<'a>> {
@@ -287,12 +243,7 @@ fn plain(value: &Value) -> Value {
 
 /// `text` with the taint removed from the first `limit` places where it spells `needle`, which is
 /// plain; from the last ones if `from_end`. A search for `needle` then finds just these.
-pub(super) fn expose<'a>(
-    text: &'a str,
-    needle: &str,
-    limit: usize,
-    from_end: bool,
-) -> Cow<'a, str> {
+pub fn expose<'a>(text: &'a str, needle: &str, limit: usize, from_end: bool) -> Cow<'a, str> {
     if !is_tainted(text) {
         return Cow::Borrowed(text);
     }
@@ -445,7 +396,7 @@ fn widest(filter: &str, arguments: &[Value]) -> Result<usize, Error> {
 }
 
 /// Refuses a format that pads its fields without limit.
-pub(super) fn check_format(format: &str, arguments: &[Value]) -> Result<(), Error> {
+pub fn check_format(format: &str, arguments: &[Value]) -> Result<(), Error> {
     let percent = format.split('%').skip(1).map(|rest| {
         let rest =
             rest.strip_prefix('(').and_then(|named| named.split_once(')')).map_or(rest, |s| s.1);
@@ -486,7 +437,7 @@ fn join_filter(
 }
 
 /// The items of `value` with `separator` between them.
-pub(super) fn join(value: &Value, separator: &Value) -> Result<Value, Error> {
+pub fn join(value: &Value, separator: &Value) -> Result<Value, Error> {
     let separator = python::str(separator)?;
     let mut out = String::new();
     for (number, item) in value.try_iter()?.enumerate() {
@@ -505,7 +456,7 @@ fn replace(value: &Value, old: &Value, new: &Value) -> Result<String, Error> {
 }
 
 /// Python's `str.replace` of `old`, which is plain, at the first `count` places.
-pub(super) fn replaced(text: &str, old: &str, new: &str, count: usize) -> Result<String, Error> {
+pub fn replaced(text: &str, old: &str, new: &str, count: usize) -> Result<String, Error> {
     let text = expose(text, old, count, false);
     let places = text.matches(old).take(count).count();
     charge(text.len().saturating_add(places.saturating_mul(new.len())))?;
@@ -537,36 +488,4 @@ fn escape(value: &Value) -> Result<String, Error> {
     }
     charge(out.len())?;
     Ok(out)
-}
-
-/// `width`, if `filter` accepts it.
-pub(super) fn within(width: usize, filter: &str) -> Result<usize, Error> {
-    if width <= WIDTH {
-        return Ok(width);
-    }
-    Err(invalid(&format!("{filter}: {width} is more than {WIDTH}")))
-}
-
-/// A text that ends where the budget does.
-pub(super) struct Bounded {
-    pub text: String,
-    left: usize,
-}
-
-impl Bounded {
-    pub fn new() -> Self {
-        Self { text: String::new(), left: left() }
-    }
-}
-
-impl Write for Bounded {
-    fn write_str(&mut self, text: &str) -> std::fmt::Result {
-        self.left = self.left.checked_sub(text.len()).ok_or(std::fmt::Error)?;
-        self.text.push_str(text);
-        Ok(())
-    }
-}
-
-fn invalid(message: &str) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message.to_string())
 }

@@ -7,7 +7,7 @@
 //! in an unassigned plane of Unicode, which no text uses; one that a text uses nevertheless becomes
 //! U+FFFD. Characters keep their number and order, so templates may cut, trim, join and dump text;
 //! `operators` restores them where text is compared or searched.
-//! Never encodes: `tokenizer` decides what is a special token.
+//! Never encodes: the tokenizer decides what is a special token.
 //!
 //! # Why characters
 //! To encode each text apart would change the tokens at its borders, and templates trim and split
@@ -21,7 +21,7 @@ use serde_json::{Map, Value};
 
 /// Where the text of a request comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Origin {
+pub enum Origin {
     /// The client: messages, tools and their results, template variables.
     Client,
     /// The model, in an earlier reply: messages of the assistant.
@@ -37,7 +37,7 @@ const END: u32 = 0x7_0000;
 
 /// The characters to taint.
 #[derive(Debug, Default)]
-pub(super) struct Taint {
+pub struct Taint {
     /// The key characters of all spellings with one; see [`key`].
     keys: BTreeSet<char>,
     /// Spellings without a key character; their first letter is tainted where one is complete.
@@ -123,7 +123,7 @@ impl Taint {
 
 /// The character that is tainted in a special token, and its place in bytes: the first one that is
 /// neither a letter nor white space, else the first one. Names of fields stay as they are.
-pub(super) fn key(spelling: &str) -> Option<(usize, char)> {
+pub fn key(spelling: &str) -> Option<(usize, char)> {
     let basic = |(_, c): &(usize, char)| (*c as u32) < 0x1_0000;
     let found = spelling.char_indices().find(|(_, c)| is_key(*c));
     found.or_else(|| spelling.char_indices().next()).filter(basic)
@@ -133,16 +133,15 @@ fn is_key(c: char) -> bool {
     !(c.is_alphanumeric() || c.is_whitespace() || c.is_control() || "_-.$\"'\\".contains(c))
 }
 
-/// `spelling` as the tokenizer for tainted prompts spells it; see
-/// [`super::tokenizer::Tokenizer::encode_tainted`].
-pub(super) fn parsed(spelling: &str) -> Option<String> {
+/// `spelling` as a tokenizer for tainted prompts spells it, so that it may be parsed.
+pub fn parsed(spelling: &str) -> Option<String> {
     let first = spelling.chars().next()?;
     let moved = char::from_u32(first as u32 + PARSED).filter(|_| (first as u32) < 0x1_0000)?;
     Some(format!("{moved}{}", &spelling[first.len_utf8()..]))
 }
 
 /// `text` without characters that this module uses for itself.
-pub(super) fn without_reserved(text: &str) -> Cow<'_, str> {
+pub fn without_reserved(text: &str) -> Cow<'_, str> {
     if text.contains(is_reserved) {
         Cow::Owned(text.replace(is_reserved, "\u{fffd}"))
     } else {
@@ -151,13 +150,13 @@ pub(super) fn without_reserved(text: &str) -> Cow<'_, str> {
 }
 
 /// Whether a character of `text` is tainted.
-pub(super) fn is_tainted(text: &str) -> bool {
+pub(crate) fn is_tainted(text: &str) -> bool {
     // Their UTF-8 starts with this byte, and that of hardly any other text.
     text.as_bytes().contains(&0xf1) && text.chars().any(|c| origin(c).is_some())
 }
 
 /// Whether a text in `value` is tainted.
-pub(super) fn is_value_tainted(value: &Value) -> bool {
+pub(crate) fn is_value_tainted(value: &Value) -> bool {
     match value {
         Value::String(text) => is_tainted(text),
         Value::Array(items) => items.iter().any(is_value_tainted),
@@ -169,12 +168,12 @@ pub(super) fn is_value_tainted(value: &Value) -> bool {
 }
 
 /// `text` with its tainted characters restored.
-pub(super) fn plain_text(text: &str) -> Cow<'_, str> {
+pub fn plain_text(text: &str) -> Cow<'_, str> {
     Taint::restore(text).0
 }
 
 /// The character that `c` stands for.
-pub(super) fn plain(c: char) -> char {
+pub(crate) fn plain(c: char) -> char {
     match origin(c) {
         Some(_) => char::from_u32(c as u32 & 0xffff).unwrap_or(c),
         None => c,

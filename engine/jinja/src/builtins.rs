@@ -1,6 +1,6 @@
 //! Filters, tests, functions and methods that minijinja lacks or has otherwise than Jinja2 and Python.
 //!
-//! Those that bound what a template makes are in [`operators`]. Not added are filters that no public
+//! Filters that bound what a template makes are in [`operators`]. Not added are filters that no public
 //! chat template uses: `center`, `filesizeformat`, `random`, `striptags`, `truncate`, `urlencode`,
 //! `wordcount`, `wordwrap` and `xmlattr`; a template with one of them is an error that names it.
 //!
@@ -10,9 +10,9 @@ use minijinja::value::{Kwargs, Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat::unknown_method_callback as pycompat;
 
-use super::taint::{plain, plain_text};
-use super::template::raised;
-use super::{operators, python};
+use crate::raised::raised;
+use crate::taint::{plain, plain_text};
+use crate::{budget, operators, python};
 
 /// Methods that change a list.
 const CHANGE_LISTS: [&str; 8] =
@@ -22,7 +22,7 @@ const CHANGE_LISTS: [&str; 8] =
 const CHANGE_MAPS: [&str; 5] = ["clear", "pop", "popitem", "setdefault", "update"];
 
 /// Adds all of them to `environment`.
-pub(super) fn add_to(environment: &mut Environment<'static>) {
+pub fn add_to(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
     environment
@@ -57,7 +57,7 @@ fn tojson(
             None => None,
             Some(text) if text.kind() == ValueKind::String => Some(text.to_string()),
             Some(width) => {
-                Some(" ".repeat(operators::within(width.as_usize().unwrap_or(0), "tojson")?))
+                Some(" ".repeat(budget::within(width.as_usize().unwrap_or(0), "tojson")?))
             }
         },
         separators: match separators.filter(|value| !value.is_none()) {
@@ -321,7 +321,7 @@ fn title(text: &str) -> String {
 /// The characters that `text` lacks to `width`.
 fn padding(width: &Value, text: &str) -> Result<usize, Error> {
     let width = width.as_i64().and_then(|width| usize::try_from(width).ok()).unwrap_or(0);
-    Ok(operators::within(width, "padding")?.saturating_sub(text.chars().count()))
+    Ok(budget::within(width, "padding")?.saturating_sub(text.chars().count()))
 }
 
 /// `str.ljust`, `str.rjust` and `str.center`.

@@ -12,14 +12,14 @@ use std::fmt::Write;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-use super::{operators, taint};
+use crate::{budget, taint};
 
 /// Depth of nested values in JSON. Clients' JSON is nested 128 deep at most.
 const JSON_DEPTH: usize = 200;
 
 /// The arguments of `json.dumps`.
 #[derive(Debug, Clone, Default)]
-pub(super) struct JsonStyle {
+pub struct JsonStyle {
     /// Escape everything outside ASCII as `\uXXXX`.
     pub ensure_ascii: bool,
     /// Indent of each level; `None` writes one line.
@@ -31,27 +31,27 @@ pub(super) struct JsonStyle {
 }
 
 /// `str(value)`; an undefined value is empty. An error if the text exceeds the budget of the rendering.
-pub(super) fn str(value: &Value) -> Result<Cow<'_, str>, Error> {
+pub fn str(value: &Value) -> Result<Cow<'_, str>, Error> {
     match value.as_str() {
         Some(text) => Ok(Cow::Borrowed(text)),
         None if value.kind() == ValueKind::Number && !value.is_integer() => {
             Ok(Cow::Owned(number(value, ["nan", "inf", "-inf"])))
         }
         None => {
-            let mut out = operators::Bounded::new();
-            write!(out, "{value}").map_err(|_| operators::too_large())?;
+            let mut out = budget::Bounded::new();
+            write!(out, "{value}").map_err(|_| budget::too_large())?;
             Ok(Cow::Owned(out.text))
         }
     }
 }
 
 /// White space of `str.strip()`: Rust's set and the four ASCII separators.
-pub(super) fn is_space(c: char) -> bool {
+pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
 /// `json.dumps(value)`; an error for undefined values, functions and bytes.
-pub(super) fn json(value: &Value, style: &JsonStyle) -> Result<String, Error> {
+pub fn json(value: &Value, style: &JsonStyle) -> Result<String, Error> {
     let mut out = String::new();
     write_json(&mut out, value, style, 0)?;
     Ok(out)
@@ -63,8 +63,8 @@ fn write_json(
     style: &JsonStyle,
     depth: usize,
 ) -> Result<(), Error> {
-    if out.len() > operators::left() {
-        return Err(operators::too_large());
+    if out.len() > budget::left() {
+        return Err(budget::too_large());
     }
     if depth > JSON_DEPTH {
         let message = format!("JSON nested more than {JSON_DEPTH} deep");
