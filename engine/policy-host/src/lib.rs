@@ -11,7 +11,7 @@
 //! shipped.rs    the policies inside the binary
 //! trace.rs      records calls and answers
 //! bundle.rs     the bytes of a policy: a component, or a signed bundle with its golden file and schema.rs, the
-//!               schema of its parameters
+//!               schema of its parameters; trust.rs says who may sign it
 //! golden.rs     calls a policy with recorded or written calls and compares the answers
 //! loops.rs      finds the loops that steps report, in tokens
 //! kv.rs         what policies store, in the database of database.rs
