@@ -5,18 +5,19 @@ pub mod steered;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, MachineCosts, Profile};
 use steersman_engine::internals::text::Text;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::policy::{
-    self, Policies, PolicyConfig, ProfilePolicies, Session, Storage, no_vocabulary,
+    self, Host, Policies, PolicyConfig, ProfilePolicies, Session, Storage, no_vocabulary,
 };
 use steersman_engine::request::{Event, Finished, Message, Request, ToolCall};
 use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, EngineThread, Error, Info};
+use steersman_test_support::shared_policies;
 pub use steersman_test_support::{Random, fuzz_inputs, guest};
 use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -184,10 +185,29 @@ impl Running {
     /// If it cannot start.
     pub fn try_start(config: Config, folder: &Path, data: &Path) -> Result<Self, Error> {
         let config = config.check()?;
-        let policies = steersman_engine::policies(&config, data)?;
+        let policies = served_policies(&config, data)?;
         let (engine, thread) = steersman_engine::start(config, folder, data, policies)?;
         Ok(Self { engine: Some(engine), thread: Some(thread), data: None })
     }
+}
+
+/// As [`steersman_engine::policies`], with the compiled components that all tests share.
+///
+/// # Errors
+/// When a policy cannot be loaded.
+pub fn served_policies(config: &Config, data: &Path) -> Result<Arc<Policies>, Error> {
+    let storage = Storage::open(data)?.with_compile_cache(&shared_policies());
+    let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
+    policies.watch();
+    Ok(policies)
+}
+
+/// A host with these limits and the compiled components that all tests share.
+///
+/// # Panics
+/// If this machine cannot run WebAssembly.
+pub fn host(limits: &PolicyConfig) -> Host {
+    Host::new(limits, &Storage::compile_cache(&shared_policies())).expect("a host")
 }
 
 /// A decoder with the bundled model, and its `Info`.
@@ -204,7 +224,7 @@ pub fn load(config: Config, data: &Path) -> Result<(Decoder, Info), Error> {
 /// If the model cannot be loaded.
 pub fn load_from(config: Config, folder: &Path, data: &Path) -> Result<(Decoder, Info), Error> {
     let config = config.check()?;
-    let policies = steersman_engine::policies(&config, data)?;
+    let policies = served_policies(&config, data)?;
     Decoder::load(config, folder, data, policies)
 }
 
@@ -236,7 +256,8 @@ pub fn policies(
     profiles: impl IntoIterator<Item = (String, Profile)>,
 ) -> Result<Policies, policy::Error> {
     let config = Config { profiles: profiles.into_iter().collect(), ..Config::default() };
-    Policies::load(limits, &config.profile_policies(), &Storage::in_memory())
+    let storage = Storage::compile_cache(&shared_policies());
+    Policies::load(limits, &config.profile_policies(), &storage)
 }
 
 /// The policies of `profile`, for one request.

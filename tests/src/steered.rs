@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use steersman_engine::config::Profile;
-use steersman_engine::policy::{Component, Golden, Host, PolicyConfig, Record, Storage};
+use steersman_engine::policy::{Component, Golden, PolicyConfig, Record};
 use steersman_engine::request::Request;
 
 use crate::{Reply, Running, run};
@@ -38,7 +38,7 @@ pub fn traced(engine: &Running, profile: &str, request: Request) -> (Reply, Vec<
 /// If it does not.
 pub fn replays(component: &[u8], name: &str, records: &[Record]) {
     let config = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
-    let host = Host::new(&config, &Storage::in_memory()).unwrap();
+    let host = crate::host(&config);
     let component = Arc::new(Component::load(&host, name, component).unwrap());
     let lines = |record: &Record| serde_json::to_string(record).unwrap() + "\n";
     let golden = Golden::parse(&records.iter().map(lines).collect::<String>()).unwrap();

@@ -54,7 +54,7 @@ fn bundled_model() -> PathBuf {
 fn load_from(folder: &Path, mut config: Config) -> Decoder {
     config.machine = MachineCosts::Fixed;
     let config = config.check().unwrap();
-    let storage = Storage::in_memory();
+    let storage = Storage::compile_cache(&steersman_test_support::shared_policies());
     let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }

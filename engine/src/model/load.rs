@@ -56,7 +56,7 @@ const CONTEXT: u64 = 4096;
 ///
 /// Limits from 0 to 512 MiB cost the same processor time, within noise: prefill of 3 x 1,024 tokens 3.7
 /// to 3.8 s, decoding of 3 x 128 tokens 4.2 to 4.7 s (Xeon with AVX-512, bundled model, f32;
-/// `tests/tests/memory.rs` repeats it).
+/// `tests/tests/memory/counted.rs` repeats it).
 const CPU_BUFFER_CACHE_BYTES: usize = 8 << 20;
 
 /// Most bytes of freed buffers that MLX keeps on a GPU, where allocation is slow. Without a limit it keeps

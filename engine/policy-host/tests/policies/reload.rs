@@ -1,7 +1,7 @@
 //! Policies that are replaced while requests start: by files, by uploads, by an operator and by a
 //! failed probation.
 //!
-//! `tests/tests/reload` has the same through a server, and under load.
+//! `tests/tests/restart/reload` has the same through a server, and under load.
 
 use std::collections::BTreeMap;
 use std::fs;

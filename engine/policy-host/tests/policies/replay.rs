@@ -1,6 +1,6 @@
 //! The recorded calls of a session replay to the same answers.
 //!
-//! `tests/tests/replay.rs` has the same for requests that the engine decodes.
+//! `tests/tests/laws/replay.rs` has the same for requests that the engine decodes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

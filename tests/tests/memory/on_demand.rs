@@ -17,6 +17,8 @@ use steersman_models::facts::Facts;
 use steersman_tests::{config, scaled, tiny_model};
 use tower::ServiceExt;
 
+use super::ALONE;
+
 const NAMES: [&str; 3] = ["one", "two", "three"];
 
 /// Requests to a model before the next one's turn.
@@ -50,7 +52,7 @@ fn load(folder: &Path, data: &Path) -> (Loaded, ServerConfig) {
         aliases: [("gpt".into(), "two".into())].into(),
         ..ServerConfig::default()
     };
-    let policies = steersman_engine::policies(&engine, data).unwrap();
+    let policies = steersman_tests::served_policies(&engine, data).unwrap();
     (models::load(engine, &server, data, &policies).unwrap(), server)
 }
 
@@ -88,6 +90,7 @@ async fn health(app: &Router) -> Vec<Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_alternate_between_models_that_do_not_fit_together() {
+    let _alone = ALONE.lock().await;
     let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let paths = (folder.path().to_path_buf(), data.path().to_path_buf());
     let loading = tokio::task::spawn_blocking(move || load(&paths.0, &paths.1));

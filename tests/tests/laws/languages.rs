@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use steersman_policy_host::{Component, Decision, Golden, Host, PolicyConfig, Storage};
+use steersman_policy_host::{Component, Decision, Golden, PolicyConfig};
 
 const LANGUAGES: [&str; 4] = ["rust", "javascript", "python", "c"];
 
@@ -52,7 +52,7 @@ fn policies_in_all_languages_make_the_same_decisions() {
     assert!(golden.cases.len() > 3, "{golden:?}");
     // The default limits on fuel and memory apply, but a busy machine must not cause a difference.
     let limits = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
-    let host = Host::new(&limits, &Storage::in_memory()).unwrap();
+    let host = steersman_tests::host(&limits);
     let components = LANGUAGES.map(|language| {
         let bytes = std::fs::read(component_path(language)).unwrap();
         Arc::new(Component::load(&host, language, &bytes).unwrap())

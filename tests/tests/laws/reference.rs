@@ -245,7 +245,7 @@ fn real_models_compute_what_mlx_lm_computes() {
     let models = PathBuf::from(std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set"));
     let mut found = false;
     for folder in models.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
-        // Folders without a reference are other models; those of `real.py --gguf` are for `tests/gguf.rs`.
+        // Folders without a reference are other models; those of `real.py --gguf` are for `laws/gguf.rs`.
         let Ok(facts) = std::fs::read(folder.join("reference.json")) else { continue };
         if folder.extension().is_some_and(|extension| extension == "f32") {
             continue;

@@ -1,10 +1,10 @@
 //! Speed of compiled formulas: medians of plain and compiled steps, alternating.
 //!
 //! ```text
-//! STEPS_MODEL=/models/x STEPS_DEVICE=gpu cargo test --release --workspace --test compiled -- --ignored --nocapture
+//! STEPS_MODEL=/models/x STEPS_DEVICE=gpu cargo test --release --workspace --test laws -- --ignored --nocapture compiled_and_plain
 //! ```
 //!
-//! Both variables are optional; the default is the bundled model on the CPU. `tests/reference.rs`
+//! Both variables are optional; the default is the bundled model on the CPU. `laws/reference.rs`
 //! tests the numbers.
 
 use std::path::PathBuf;

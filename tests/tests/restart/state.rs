@@ -2,7 +2,7 @@
 //! after `kill -9`.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,8 @@ use steersman_engine::request::Request;
 use steersman_tests::{
     Reply, Running, ask, bundled_model, config, load, load_from, message, run, scaled,
 };
+
+use super::child;
 
 fn start(data: &Path) -> Running {
     Running::start(config(), data)
@@ -221,8 +223,7 @@ fn child_that_saves_until_killed() {
 }
 
 fn spawn_child(data: &Path) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_that_saves_until_killed", "--ignored"])
+    child(module_path!(), "child_that_saves_until_killed")
         .env(CHILD, data)
         .stdout(Stdio::null())
         .stderr(Stdio::null())

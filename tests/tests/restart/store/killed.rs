@@ -31,8 +31,7 @@ const FILE: &str = "STEERSMAN_TEST_STORE_FILE";
 const FIRST: &str = "STEERSMAN_TEST_STORE_FIRST";
 
 fn child(name: &str, path: &Path) -> Command {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", &format!("killed::{name}"), "--ignored", "--nocapture"]);
+    let mut command = crate::child(module_path!(), name);
     command.env(FILE, path);
     command
 }

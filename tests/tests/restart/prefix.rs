@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
@@ -18,6 +18,8 @@ use steersman_engine::internals::prefix::{Prefixes, Retention};
 use steersman_engine::internals::store::{Fingerprint, RedbStore, WallClock};
 use steersman_engine::{ConfigError, Error};
 use steersman_tests::{Random, bundled_model, config, damage, fixtures, scaled};
+
+use super::child;
 
 const MB: u64 = 1 << 20;
 /// Tokens of each reply.
@@ -341,9 +343,7 @@ fn killed_process_leaves_state_that_can_be_resumed_from() {
         let which = [1, 2, 0, 1, 2][round % 5];
         let family = &families[which];
         let path = folder.path().join(family.name);
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_that_saves_prefixes_until_it_is_killed", "--ignored"])
-            .arg("--nocapture")
+        let mut child = child(module_path!(), "child_that_saves_prefixes_until_it_is_killed")
             .env(FILE, &path)
             .env(FAMILY, family.name)
             .stdout(Stdio::piped())

@@ -3,8 +3,6 @@
 //! What was kept used to be views of the sequences' buffers: 1.2 MB counted held 1.6 GB, and 500
 //! cancelled requests left 1.7 GB.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
@@ -21,11 +19,7 @@ use steersman_tests::{
     Random, Running, ask, bundled_model, config, message, read, run, scaled, tiny_model, words,
 };
 
-/// MLX counts the memory of the whole process, so these tests run one at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use super::ALONE;
 
 /// Bytes of all arrays, when what has been queued is computed.
 fn held() -> u64 {
@@ -45,7 +39,7 @@ fn assert_close(held: u64, counted: u64, case: &str) {
 
 #[test]
 fn owned_arrays_hold_their_bytes_and_no_more() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let before = held();
     let buffer = normal(&[1, 4, 4096, 64], 1);
     eval([&buffer]).unwrap();
@@ -110,7 +104,7 @@ fn append(cache: &mut Cache, rows: i32, seed: usize) {
 /// in between, and evicted.
 #[test]
 fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     for (kind, layers) in kinds() {
         let before = held();
         let budget = 3 << 20;
@@ -162,7 +156,7 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
 /// The inputs of a whole chunk and the spare rows of a window are not part of it.
 #[test]
 fn checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     for (kind, layers) in kinds() {
         let before = held();
         let mut cache = Cache::new(layers);
@@ -179,7 +173,7 @@ fn checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from() {
 /// Clients that hang up while the prompt is computed or the reply is generated.
 #[test]
 fn cancelled_requests_leave_nothing_behind() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let mut config = config();
     config.store.memory_bytes = 24 << 20;
     let engine = Running::without_store(config);
@@ -215,7 +209,7 @@ fn cancelled_requests_leave_nothing_behind() {
 /// 100 clients hang up while their requests run, or wait.
 #[test]
 fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let mut config = config();
     (config.engine.max_running, config.engine.queue) = (64, 128);
     (config.store.memory_bytes, config.store.ahead) = (0, false);
@@ -254,7 +248,7 @@ fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
 #[test]
 fn requests_behind_a_long_prefix_share_its_rows() {
     const STREAMS: usize = 32;
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let (model, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     tiny_model(model.path());
     let path = model.path().join("config.json");
@@ -318,7 +312,7 @@ fn wait_until_idle(engine: &Running) {
 #[cfg(target_os = "linux")]
 #[ignore = "a measurement"]
 fn processor_time_with_each_limit_of_the_buffer_cache() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let model = load(&bundled_model(), &config().model).unwrap().model;
     let tokens: Vec<u32> = (0..1024).map(|i| 3 + i % 4000).collect();
     let pass = |tokens: &[u32], cache: &mut Cache| {
@@ -357,7 +351,7 @@ fn processor_time_with_each_limit_of_the_buffer_cache() {
 #[test]
 #[ignore = "a measurement"]
 fn time_of_saving_state() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let bundled = load(&bundled_model(), &config().model).unwrap().model;
     let hybrid = |_| -> Vec<LayerCache> {
         let recurrent = || {

@@ -78,6 +78,7 @@ fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
     let profile_models = [("small".into(), folder.to_str().unwrap().into())].into();
     let server = ServerConfig { profile_models, ..ServerConfig::default() };
     let config = config.check()?;
+    // As a server does: other tests share compiled policies, these compile them.
     let policies = steersman_engine::policies(&config, data)?;
     models::load(config, &server, data, &policies)
 }

@@ -6,18 +6,16 @@ use std::sync::Arc;
 
 use steersman_engine::Engine;
 use steersman_engine::config::Profile;
-use steersman_engine::policy::{
-    Answer, Call, Component, Golden, Host, PolicyConfig, Record, Storage, shipped,
-};
+use steersman_engine::policy::{Answer, Call, Component, Golden, PolicyConfig, Record, shipped};
 use steersman_engine::request::Request;
 use steersman_test_support::hostile::counting;
-use steersman_tests::{Reply, Running, ask, message, run};
+use steersman_tests::{Reply, Running, ask, host, message, run};
 
 const QUESTION: &str =
     "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is the tallest?";
 
 fn compiled(name: &str) -> Arc<Component> {
-    let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
+    let host = host(&PolicyConfig::default());
     Arc::new(Component::load(&host, name, shipped(name).unwrap().0).unwrap())
 }
 
@@ -99,7 +97,7 @@ fn calls_on_threads_are_recorded_and_replay_as_those_on_the_engine_thread() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("counting.wasm");
     std::fs::write(&path, &guest).unwrap();
-    let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
+    let host = host(&PolicyConfig::default());
     let component = Arc::new(Component::load(&host, "counting", &guest).unwrap());
     let traces = [0, 2].map(|threads| {
         let mut config = steersman_tests::config();

@@ -1,6 +1,5 @@
 //! Requests that do not fit into memory wait, are preempted or are refused; saved state is evicted first.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use mlx_rs::memory::active_memory;
@@ -12,11 +11,7 @@ use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, config, run};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-/// MLX counts the arrays of the whole process, so these tests run one at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use super::ALONE;
 
 fn active() -> u64 {
     active_memory().unwrap() as u64
@@ -30,7 +25,7 @@ fn long(words: usize) -> Request {
 
 #[test]
 fn a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let mut config = config();
     config.speculation.drafts.clear();
     let (weights, tokens_per_word) = {
@@ -108,7 +103,7 @@ fn text(mut events: UnboundedReceiver<Event>, mut look: impl FnMut()) -> String 
 /// checked one by one: together they took more than the limit, or most were refused.
 #[test]
 fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let mut config = config();
     config.speculation.drafts.clear();
     config.store.memory_bytes = 4 << 20;
@@ -142,7 +137,7 @@ fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
 /// Another model, here the test, takes memory while requests run.
 #[test]
 fn requests_are_preempted_when_memory_gets_scarce_and_resume_later() {
-    let _alone = alone();
+    let _alone = ALONE.blocking_lock();
     let mut config = config();
     config.store.memory_bytes = 0;
     config.engine.max_running = 4;

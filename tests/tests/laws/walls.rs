@@ -14,7 +14,7 @@ const WALLS: [(&str, &[&str]); 7] = [
             "engine/src/store",
             "engine/policy-host/src/database.rs",
             // Damages a store on purpose.
-            "tests/tests/store/",
+            "tests/tests/restart/store/",
         ],
     ),
     (
