@@ -156,7 +156,7 @@ fn warm_prefixes_are_computed_at_the_start() {
         config
     };
     let engine = Running::start(with(&path), &folder.path().join("data"));
-    // On a busy machine the first chunk takes longer than an engine is watched that may be idle.
+    // On a busy machine the first chunk may take longer than `wait_until_idle` waits.
     let begun = Instant::now();
     while engine.info().prefixes.report().counts.ahead_tokens == 0 {
         assert!(begun.elapsed() < Duration::from_secs(60), "no prefix is prefetched");
