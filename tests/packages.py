@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the packages of a built server, installs them, moves them, and serves from them in an empty environment.
+"""Makes the packages of the built programs, installs them, moves them, and serves from them in an empty environment.
 
-    cargo build --bin steersman
+    cargo build --bins
     tests/packages.py
 
 The wheel's dependencies come from pip's index or cache. Takes about a minute.
@@ -76,6 +76,15 @@ def fails_in_one_line(command: list[str], work: Path, words: str) -> None:
     print(f"  {said}", end="")
 
 
+def other_programs_run(command: list[str], work: Path) -> None:
+    """Commands that are programs beside the server."""
+    env = empty_environment(work)
+    tested = run(*command, "policy", "test", "default", env=env)
+    assert tested.endswith(" cases pass\n"), tested
+    assert "--against" in run(*command, "bench", "suite", "--help", env=env)
+    assert "--items" in run(*command, "eval", "--help", env=env)
+
+
 def wheel_runs_where_it_is_moved(wheel: Path, work: Path) -> None:
     first, moved = work / "venv", work / "moved venv"
     run(sys.executable, "-m", "venv", str(first))
@@ -88,6 +97,7 @@ def wheel_runs_where_it_is_moved(wheel: Path, work: Path) -> None:
     python = str(moved / "bin/python")
     serve([python, "-m", "steersman"], work)
     env = empty_environment(work) | {"HF_HUB_OFFLINE": "1"}
+    other_programs_run([python, "-m", "steersman"], work)
     report = json.loads(run(python, "-m", "steersman", "doctor", "--json", env=env))
     assert report["speed"]["product_flops"] > 0 and report["hub"]["reachable"] is None, report
     assert report["mlx"]["version"] == re.search(r"mlx-cpu==([\d.]+)", metadata_of(wheel))[1], report
@@ -142,9 +152,11 @@ def tar_runs_from_any_folder(archive: Path, work: Path) -> None:
     link = work / "link to steersman"
     link.symlink_to(folder / "steersman")
     # The shell's commands, and nothing else.
-    serve(["/usr/bin/env", "PATH=/usr/bin:/bin", str(link)], work)
+    command = ["/usr/bin/env", "PATH=/usr/bin:/bin", str(link)]
+    serve(command, work)
+    other_programs_run(command, work)
     (folder / "lib").rename(work / "hidden lib")
-    fails_in_one_line(["/usr/bin/env", "PATH=/usr/bin:/bin", str(link)], work, "lib/mlx/lib is missing")
+    fails_in_one_line(command, work, "lib/mlx/lib is missing")
 
 
 def services_are_valid(archive: Path, work: Path) -> None:

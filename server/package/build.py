@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the packages of a built server: a wheel, and a tar.gz that runs from any folder.
+"""Makes the packages of the built programs: a wheel, and a tar.gz that runs from any folder.
 
-    cargo build --bin steersman
+    cargo build --bins
     server/package/build.py wheel cuda-wheel tar
 
 Python's standard library and `strip` are all it needs. What MLX the program is linked with, and for which platform, is
@@ -10,11 +10,11 @@ program built with `--features steersman/cuda` becomes `steersman-cuda`. The fea
 program, not the program: so `cuda-wheel` makes the wheel of `steersman-cuda` of any program for Linux. Equal inputs give
 equal files.
 
-The wheel has the program in `steersman/bin/`, and MLX and OpenBLAS as dependencies. The program finds their libraries
-in the same site-packages (engine/mlx-sys/rpath.rs). `launcher.py` checks them and starts the program.
+The wheel has the programs in `steersman/bin/`, and MLX and OpenBLAS as dependencies. The server finds their libraries
+in the same site-packages (engine/mlx-sys/rpath.rs). `launcher.py` checks them and starts the server.
 
-The tar.gz has the program in `bin/`, the libraries in `lib/`, and `launcher.sh`, which checks that they are there, as
-`steersman`.
+The tar.gz has the programs in `bin/`, the libraries in `lib/`, and `launcher.sh`, which checks that they are there, as
+`steersman`. `steersman policy`, `bench` and `eval` run the programs beside the server, which need no MLX.
 """
 
 import argparse
@@ -37,6 +37,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 #: The versions of the wheels that builds use.
 WHEELS = ROOT / "engine/mlx-sys/build/wheel.rs"
+#: The server, and the programs that it runs (server/src/program.rs).
+PROGRAMS = ["steersman", "steersman-bench", "steersman-policy"]
 # Zip files have no earlier time.
 EPOCH = int(os.environ.get("SOURCE_DATE_EPOCH", 315532800))
 SUMMARY = "A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons"
@@ -63,10 +65,11 @@ of its own: they need exactly this version of MLX.
 
 @dataclass
 class Build:
-    """A built program."""
+    """The built programs."""
 
-    binary: Path
-    #: Libraries beside it.
+    #: The folder that they are in.
+    folder: Path
+    #: Libraries beside them.
     lib: Path
     #: Name of the packages: steersman or steersman-cuda.
     name: str
@@ -86,9 +89,11 @@ class Build:
 
 def inspect(binary: Path) -> Build:
     """What `binary` is. Fails if it cannot be packaged."""
-    if not binary.is_file():
-        sys.exit(f"{binary} does not exist: build it with `cargo build --bin steersman`, or name another with --binary")
-    lib = binary.parent / "lib"
+    folder = binary.parent
+    missing = [str(file) for file in [binary, *(folder / name for name in PROGRAMS)] if not file.is_file()]
+    if missing:
+        sys.exit(f"{missing[0]} does not exist: build the programs with `cargo build --bins`, or name others with --binary")
+    lib = folder / "lib"
     stamps = [re.fullmatch(r"(mlx-(?:cpu|metal|cuda-\d+))-([\d.]+)-(\w+)", file.name) for file in entries(lib)]
     stamps = [stamp.groups() for stamp in stamps if stamp]
     if len(stamps) != 1:
@@ -97,10 +102,13 @@ def inspect(binary: Path) -> Build:
     requirements = {mlx: mlx_version}
     if "manylinux" in platform:
         requirements["scipy-openblas32"] = find(r'OPENBLAS_VERSION: &str = "(.+)"', WHEELS)
-    check_binary(binary, platform)
+    if b"/../../mlx/lib" not in binary.read_bytes():
+        sys.exit(f"{binary} has no run path to MLX's wheel: build it from this checkout")
+    for name in PROGRAMS:
+        check_c_library(folder / name, platform)
     version = find(r'(?s)\[workspace\.package\].*?\nversion = "(.+?)"', ROOT / "Cargo.toml")
     name = "steersman-cuda" if "cuda" in mlx else "steersman"
-    return Build(binary, lib, name, version, mlx, requirements, platform)
+    return Build(folder, lib, name, version, mlx, requirements, platform)
 
 
 def for_cuda(build: Build) -> Build:
@@ -113,11 +121,9 @@ def for_cuda(build: Build) -> Build:
     return replace(build, name="steersman-cuda", mlx=mlx, requirements=requirements)
 
 
-def check_binary(binary: Path, platform: str) -> None:
-    """Fails if the program would not find its libraries, or needs a newer C library than the platform has."""
+def check_c_library(binary: Path, platform: str) -> None:
+    """Fails if the program needs a newer C library than the platform has."""
     data = binary.read_bytes()
-    if b"/../../mlx/lib" not in data:
-        sys.exit(f"{binary} has no run path to MLX's wheel: build it from this checkout")
     if limit := re.match(r"manylinux_2_(\d+)_", platform):
         needed = max((int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", data)), default=0)
         if needed > int(limit[1]):
@@ -136,14 +142,14 @@ def find(pattern: str, file: Path) -> str:
 
 
 def stripped(binary: Path) -> bytes:
-    """The program without symbols and debugging information."""
+    """A program without symbols and debugging information."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "steersman"
+        copy = Path(folder) / binary.name
         subprocess.run(["strip", "-o", copy, binary], check=True)
         return copy.read_bytes()
 
 
-def make_wheel(build: Build, program: bytes, out: Path) -> Path:
+def make_wheel(build: Build, programs: dict[str, bytes], out: Path) -> Path:
     """Writes the wheel to the folder `out`."""
     name = build.name.replace("-", "_")
     tag = f"py3-none-{build.platform}"
@@ -163,7 +169,7 @@ def make_wheel(build: Build, program: bytes, out: Path) -> Path:
         "steersman/__init__.py": b'"""The server is a program: run `steersman` or `python -m steersman`."""\n',
         "steersman/__main__.py": (HERE / "launcher.py").read_bytes(),
         "steersman/build.py": f'"""What this wheel was built with."""\n\n{constants}'.encode(),
-        "steersman/bin/steersman": program,
+        **{f"steersman/bin/{name}": program for name, program in programs.items()},
         f"{info}/METADATA": "\n".join([*metadata, "", DESCRIPTION.format(name=build.name)]).encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: build.py\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
         f"{info}/entry_points.txt": b"[console_scripts]\nsteersman = steersman.__main__:main\n",
@@ -176,7 +182,7 @@ def make_wheel(build: Build, program: bytes, out: Path) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for file, data in files.items():
             entry = zipfile.ZipInfo(file, when)
-            mode = 0o755 if file.endswith("bin/steersman") else 0o644
+            mode = 0o755 if file.startswith("steersman/bin/") else 0o644
             # A regular file.
             entry.external_attr = (0o100000 | mode) << 16
             wheel.writestr(entry, data, zipfile.ZIP_DEFLATED)
@@ -187,13 +193,13 @@ def digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
-def make_tar(build: Build, program: bytes, out: Path) -> Path:
+def make_tar(build: Build, programs: dict[str, bytes], out: Path) -> Path:
     """Writes the tar.gz to the folder `out`. All files are in one folder of the same name."""
     folder = f"{build.name}-{build.version}-{build.target}"
     path = out / f"{folder}.tar.gz"
     files = {
         "steersman": ((HERE / "launcher.sh").read_bytes(), 0o755),
-        "bin/steersman": (program, 0o755),
+        **{f"bin/{name}": (program, 0o755) for name, program in programs.items()},
         "LICENSE": ((ROOT / "LICENSE").read_bytes(), 0o644),
     }
     for file in sorted(build.lib.rglob("*")):
@@ -212,17 +218,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="+", choices=["wheel", "cuda-wheel", "tar"], help="the packages to make")
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
-    parser.add_argument("--binary", type=Path, default=target / "debug/steersman", help="the built program")
+    parser.add_argument("--binary", type=Path, default=target / "debug/steersman", help="the built server, with the other programs beside it")
     parser.add_argument("--out", type=Path, default=target / "packages", help="folder for the packages")
     options = parser.parse_args()
     build = inspect(options.binary)
-    program = stripped(options.binary)
+    programs = {name: stripped(build.folder / name) for name in PROGRAMS}
     options.out.mkdir(parents=True, exist_ok=True)
     for kind in options.kinds:
         if kind == "tar":
-            path = make_tar(build, program, options.out)
+            path = make_tar(build, programs, options.out)
         else:
-            path = make_wheel(for_cuda(build) if kind == "cuda-wheel" else build, program, options.out)
+            path = make_wheel(for_cuda(build) if kind == "cuda-wheel" else build, programs, options.out)
         print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
 
 

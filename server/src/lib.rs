@@ -26,20 +26,21 @@
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
 //! doctor/      its parts: chosen settings, files and network; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
-//! passes.rs    `steersman bench model`: times of a model's passes
-//! shapes.rs    `steersman bench shape`: checkpoints with random weights
+//! bench.rs, bench/ `steersman bench model`, times of a model's passes, and `bench shape`, checkpoints with random weights
+//! log.rs       the log on stderr
+//! program.rs   runs `steersman-policy` and `steersman-bench`, which are found beside this program
 //! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
-//! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman policy` is the crate
-//! [`steersman_policy_cli`], `steersman chat` and `steersman run` are [`steersman_chat`], `steersman bench` and
-//! `steersman eval` [`steersman_bench`]. They link no MLX.
+//! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman chat` and
+//! `steersman run` are [`steersman_chat`]. They link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
 
 pub mod api;
+pub mod bench;
 pub mod bundled;
 pub mod cache;
 pub mod calibrate;
@@ -53,13 +54,13 @@ pub mod exit;
 pub mod hub;
 pub mod keys;
 pub mod local;
+pub mod log;
 pub mod manage;
 pub mod mcp;
 pub mod models;
-pub mod passes;
+pub mod program;
 pub mod reload;
 pub mod serve;
-pub mod shapes;
 pub mod signals;
 pub mod telemetry;
 mod throttle;
@@ -67,4 +68,3 @@ pub mod verify;
 
 pub use api::app;
 pub use steersman_chat as talk;
-pub use steersman_policy_cli as policy;

@@ -1,5 +1,6 @@
 //! The command `steersman`.
 
+use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -12,17 +13,19 @@ use futures_util::future::select_all;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
+use steersman::bench::{model, shape};
 use steersman::config::FileConfig;
 use steersman::local::Local;
 use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
+use steersman::program::Program;
 use steersman::reload::Reloader;
 use steersman::signals::Signals;
 use steersman::telemetry::Traces;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, exit, keys, manage, passes, policy,
-    serve, shapes, talk, verify,
+    bundled, cache, calibrate, check, doctor, environment, exit, keys, log, manage, serve, talk,
+    verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{
@@ -77,13 +80,17 @@ enum Command {
     Mcp(Mcp),
     /// Create, list and revoke keys, also while a server runs. The server has those of its configuration, too.
     Keys(Keys),
-    /// Create, build, test, replay and measure policies, and manage those of a running server.
-    Policy(Policy),
+    /// Create, build, test, replay and measure policies, and manage those of a running server: the
+    /// program steersman-policy.
+    #[command(disable_help_flag = true)]
+    Policy(Passed),
     /// Measure servers with OpenAI's chat completions side by side, or the passes of a model in this process.
     #[command(subcommand)]
     Bench(Bench),
-    /// Ask a server generated questions of ten tasks, and grade the answers by rules.
-    Eval(steersman_bench::EvalOptions),
+    /// Ask a server generated questions of ten tasks, and grade the answers by rules: the program
+    /// steersman-bench.
+    #[command(disable_help_flag = true)]
+    Eval(Passed),
     /// List the models on this machine and those of the configuration.
     List(Managed<List>),
     /// Show one model: family, layers, quantization, files, and the memory that it needs.
@@ -96,17 +103,35 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Bench {
-    #[command(flatten)]
-    Servers(steersman_bench::Task),
+    /// Run scenarios against one or more servers in turn, and write results, plots and a report: the
+    /// program steersman-bench, as the next three
+    #[command(disable_help_flag = true)]
+    Suite(Passed),
+    /// Install other servers, start them and this one on a model, and run the suite against all
+    #[command(disable_help_flag = true)]
+    Peers(Passed),
+    /// Compare two results files, figure by figure
+    #[command(disable_help_flag = true)]
+    Diff(Passed),
+    /// Write the report of results files again
+    #[command(disable_help_flag = true)]
+    Report(Passed),
     /// Measure the passes of a model in this process: prefill, steps, verification of drafts, several sequences
     Model {
         #[command(flatten)]
         common: Common,
         #[command(flatten)]
-        passes: passes::Options,
+        passes: model::Options,
     },
     /// Write a checkpoint with the dimensions of a published model and random weights in 4 bits
-    Shape(shapes::Options),
+    Shape(shape::Options),
+}
+
+/// The arguments of a command that is a program of its own. They are passed on as they are, `--help` included.
+#[derive(Args)]
+struct Passed {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    _arguments: Vec<OsString>,
 }
 
 /// A command about models on this machine.
@@ -259,15 +284,6 @@ struct Keys {
     task: keys::Task,
 }
 
-/// Policies are WebAssembly components; see policies/README.md.
-#[derive(Args)]
-struct Policy {
-    #[command(flatten)]
-    place: Place,
-    #[command(subcommand)]
-    task: policy::Task,
-}
-
 /// Options of the commands that load a model.
 #[derive(Args)]
 struct Common {
@@ -345,10 +361,10 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     match cli.command {
         Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
-            policy::log_warnings_to_stderr();
+            log::warnings_to_stderr();
         }
         Command::Serve(_) => {}
-        _ => policy::log_to_stderr(),
+        _ => log::to_stderr(),
     }
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string);
@@ -366,11 +382,13 @@ fn main() -> ExitCode {
         Command::Cache(options) => cache(options),
         Command::Mcp(options) => mcp(options),
         Command::Keys(options) => keys(options),
-        Command::Policy(options) => policy(options),
-        Command::Bench(task) => bench(task),
-        Command::Eval(options) => {
-            steersman_bench::run_eval(&options, &mut std::io::stdout().lock())
+        Command::Bench(Bench::Shape(options)) => shape::write(&options.name, &options.folder),
+        Command::Bench(Bench::Model { common, passes }) => bench_model(common, &passes),
+        Command::Bench(Bench::Suite(_) | Bench::Peers(_) | Bench::Diff(_) | Bench::Report(_)) => {
+            Program::Bench.run("steersman bench", 2)
         }
+        Command::Eval(_) => Program::Bench.run("steersman", 1),
+        Command::Policy(_) => Program::Policy.run("steersman policy", 2),
         Command::List(options) => managed(options, Task::List),
         Command::Show(options) => managed(options, Task::Show),
         Command::Pull(options) => managed(options, Task::Pull),
@@ -396,9 +414,9 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 /// Does `work` with the log, and traces if they are on.
 fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
     match Traces::from_env()? {
-        None => policy::log_to_stderr(),
+        None => log::to_stderr(),
         Some(traces) => {
-            policy::log_to_stderr_and(traces.layer());
+            log::to_stderr_and(traces.layer());
             let done = work();
             drop(traces);
             return done;
@@ -604,20 +622,14 @@ fn verify(options: Verify) -> Result<()> {
     verify::run(config, &found, &data_dir, &prompts, options.tokens as usize)
 }
 
-fn bench(task: Bench) -> Result<()> {
-    match task {
-        Bench::Servers(task) => steersman_bench::run(task, &mut std::io::stdout().lock()),
-        Bench::Shape(shapes::Options { name, folder }) => shapes::write(&name, &folder),
-        Bench::Model { common, passes } => {
-            let (mut file, data_dir) = common.read(passes.model.clone())?;
-            if let Some(shape) = &passes.shape {
-                file.model.path = shapes::prepare(shape, &data_dir)?.display().to_string();
-            }
-            let (_, mut config) = file.check()?;
-            let found = find(&mut config, &data_dir)?;
-            passes::run(config, &found, &data_dir, &passes)
-        }
+fn bench_model(common: Common, options: &model::Options) -> Result<()> {
+    let (mut file, data_dir) = common.read(options.model.clone())?;
+    if let Some(shape) = &options.shape {
+        file.model.path = shape::prepare(shape, &data_dir)?.display().to_string();
     }
+    let (_, mut config) = file.check()?;
+    let found = find(&mut config, &data_dir)?;
+    model::run(config, &found, &data_dir, options)
 }
 
 fn calibrate(options: Calibrate) -> Result<()> {
@@ -637,14 +649,6 @@ fn cache(options: Cache) -> Result<()> {
 fn mcp(options: Mcp) -> Result<()> {
     let (server, _) = configured(options.place.config.as_deref())?.check()?;
     command::run(options.task, &server.mcp, &mut std::io::stdout().lock())
-}
-
-fn policy(options: Policy) -> Result<()> {
-    let (server, config) = configured(options.place.config.as_deref())?.check()?;
-    let mut out = std::io::stdout().lock();
-    let storage = options.place.compile_cache();
-    let url = policy::url(&server.host, server.port);
-    policy::run(options.task, &config.policy, &storage, &url, &mut out)
 }
 
 fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {

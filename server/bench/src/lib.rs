@@ -29,7 +29,6 @@ use anyhow::Result;
 use clap::Subcommand;
 
 pub use eval::EvalOptions;
-pub use stats::Spread;
 
 /// The commands of `steersman bench`.
 #[derive(Subcommand)]

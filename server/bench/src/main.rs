@@ -1,4 +1,4 @@
-//! The command `steersman-bench`: `steersman bench` and `steersman eval` without the server.
+//! The program `steersman-bench`, which `steersman bench` and `steersman eval` run.
 
 use std::process::ExitCode;
 

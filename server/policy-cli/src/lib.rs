@@ -4,7 +4,7 @@
 //! A policy runs here as in a server and within the limits of `[policy]`, but in a dry run: nothing is
 //! stored, logged or counted, and its deadline is longer.
 //!
-//! The crate links no MLX. Its binary `steersman-policy` has the same commands as `steersman policy`.
+//! The crate links no MLX. Its binary is `steersman-policy`, which `steersman policy` runs.
 
 mod bench;
 mod build;
@@ -29,19 +29,13 @@ use steersman_policy_host::{
     Bundle, CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer,
     Storage, Trust, conform, schema_beside, shipped,
 };
-use tracing_subscriber::layer::{Identity, SubscriberExt};
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, Registry};
+use tracing_subscriber::EnvFilter;
 
 /// How often work that takes long is reported: compiling a policy with an interpreter takes half a minute, once.
 const PROGRESS: Duration = Duration::from_secs(5);
 
-/// Default log filter; RUST_LOG overrides it. The lines of rmcp repeat what servers send, as often as they send it: the
-/// server logs why a connection was lost.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,rmcp=off,ureq=warn";
-
-/// The same for commands whose output is for people.
-const WARNINGS: &str = "warn,rmcp=off";
+/// The default filter of the log; RUST_LOG overrides it.
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,ureq=warn";
 
 /// The commands.
 #[derive(Subcommand)]
@@ -175,39 +169,14 @@ pub struct Selection {
     params: Vec<(String, String)>,
 }
 
-/// Sends the log of this process to stderr: as text, or as one JSON object a line if `STEERSMAN_LOG` is
-/// `json`.
+/// Sends the log of this process to stderr: as text, or as one JSON object a line if `STEERSMAN_LOG` is `json`. RUST_LOG
+/// filters it.
 pub fn log_to_stderr() {
-    log_with(LOG);
-}
-
-/// Sends warnings and errors of this process to stderr, for commands whose output is for people.
-pub fn log_warnings_to_stderr() {
-    log_with(WARNINGS);
-}
-
-/// As [`log_to_stderr`], with a layer that gets all spans and events.
-pub fn log_to_stderr_and(layer: impl Layer<Registry> + Send + Sync) {
-    init(LOG, Some(layer));
-}
-
-/// Logs with RUST_LOG or, without it, the given filter.
-fn log_with(filter: &str) {
-    init(filter, None::<Identity>);
-}
-
-fn init(filter: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
-    let log = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
-    let all = tracing_subscriber::registry().with(layer);
-    let form = std::env::var("STEERSMAN_LOG").unwrap_or_default();
-    if form == "json" {
-        all.with(log.json().flatten_event(true).with_filter(filter)).init();
-        return;
-    }
-    all.with(log.with_ansi(std::io::stderr().is_terminal()).with_filter(filter)).init();
-    if !["", "text"].contains(&form.as_str()) {
-        tracing::warn!(form, "STEERSMAN_LOG must be text or json; the log is text");
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match std::env::var("STEERSMAN_LOG") {
+        Ok(form) if form == "json" => log.json().flatten_event(true).init(),
+        _ => log.with_ansi(std::io::stderr().is_terminal()).init(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The command `steersman-policy`: `steersman policy` without the server and without MLX.
+//! The program `steersman-policy`, which `steersman policy` runs.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -4,8 +4,8 @@ use std::fs;
 
 use clap::{Command, FromArgMatches, Subcommand};
 use serde_json::{Value, json};
-use steersman::policy::Task;
 use steersman_engine::policy::{CONTRACT, PolicyConfig, Storage, pack};
+use steersman_policy_cli::{Task, run, url};
 use steersman_test_support::guest::named;
 
 use super::served::{Connection, Served};
@@ -20,8 +20,7 @@ async fn policy(arguments: Vec<String>) -> Result<String, String> {
     let ran = tokio::task::spawn_blocking(move || {
         let mut out = Vec::new();
         let (config, storage) = (PolicyConfig::default(), Storage::in_memory());
-        let url = steersman::policy::url("127.0.0.1", 11436);
-        let ran = steersman::policy::run(task, &config, &storage, &url, &mut out);
+        let ran = run(task, &config, &storage, &url("127.0.0.1", 11436), &mut out);
         ran.map(|()| String::from_utf8(out).unwrap()).map_err(|error| format!("{error:#}"))
     });
     ran.await.unwrap()

@@ -1,5 +1,4 @@
 //! Signals to a real server while its model is being loaded.
-#![cfg(unix)]
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;

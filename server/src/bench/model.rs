@@ -9,13 +9,13 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use indicatif::ProgressBar;
 use serde::Serialize;
-use steersman_bench::Spread;
 use steersman_engine::config::Config;
 use steersman_engine::tools::passes::{Case, Measured, Plan, Times};
 use steersman_models::facts::Facts;
 
+use super::shape;
 use crate::hub::Found;
-use crate::{shapes, verify};
+use crate::verify;
 
 /// What is measured.
 #[derive(Args, Debug)]
@@ -26,7 +26,7 @@ pub struct Options {
     pub model: Option<String>,
     /// Measure random weights with the dimensions of a published model, which are written once to the data
     /// folder
-    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = PossibleValuesParser::new(shapes::names()))]
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = PossibleValuesParser::new(shape::names()))]
     pub shape: Option<String>,
     /// Lengths of prompts
     #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "64,512,2048")]
@@ -137,7 +137,7 @@ fn print(
         };
         let part = |of: fn(&Times) -> f64| {
             let values: Vec<f64> = own.times.iter().map(|times| 1e3 * of(times)).collect();
-            Spread::of(&values).map_or(0.0, |spread| spread.median)
+            Spread::new(values).median
         };
         let range = format!("{:.3} [{:.3}-{:.3}]", spread.median, spread.min, spread.max);
         let rate = tokens(case) as f64 / spread.median * 1e3;
@@ -169,8 +169,25 @@ fn print(
 
 /// Milliseconds of a pass.
 fn total(measured: &Measured) -> Spread {
-    let values: Vec<f64> = measured.times.iter().map(|times| 1e3 * times.total).collect();
-    Spread::of(&values).expect("at least one round")
+    Spread::new(measured.times.iter().map(|times| 1e3 * times.total).collect())
+}
+
+/// Median and range of the rounds of one figure.
+#[derive(Clone, Copy)]
+struct Spread {
+    median: f64,
+    min: f64,
+    max: f64,
+}
+
+impl Spread {
+    /// The spread of `values`, of which there is at least one: a plan has a round.
+    fn new(mut values: Vec<f64>) -> Self {
+        values.sort_by(f64::total_cmp);
+        let last = values.len() - 1;
+        let median = (values[last / 2] + values[last.div_ceil(2)]) / 2.0;
+        Self { median, min: values[0], max: values[last] }
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,45 @@
+//! The log on stderr: `RUST_LOG` filters it, `STEERSMAN_LOG=json` writes objects.
+
+use std::io::IsTerminal;
+
+use tracing_subscriber::layer::{Identity, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
+
+/// The default filter. The lines of rmcp repeat what servers send, as often as they send it: the server logs why a
+/// connection was lost.
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,rmcp=off,ureq=warn";
+
+/// The default filter of commands whose output is for people.
+const WARNINGS: &str = "warn,rmcp=off";
+
+/// Logs to stderr.
+pub fn to_stderr() {
+    init(LOG, None::<Identity>);
+}
+
+/// Logs warnings to stderr.
+pub fn warnings_to_stderr() {
+    init(WARNINGS, None::<Identity>);
+}
+
+/// Logs to stderr, and passes all spans and events to `layer`.
+pub fn to_stderr_and(layer: impl Layer<Registry> + Send + Sync) {
+    init(LOG, Some(layer));
+}
+
+/// Logs with RUST_LOG or, without it, the given filter.
+fn init(filter: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
+    let log = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let all = tracing_subscriber::registry().with(layer);
+    let form = std::env::var("STEERSMAN_LOG").unwrap_or_default();
+    if form == "json" {
+        all.with(log.json().flatten_event(true).with_filter(filter)).init();
+        return;
+    }
+    all.with(log.with_ansi(std::io::stderr().is_terminal()).with_filter(filter)).init();
+    if !["", "text"].contains(&form.as_str()) {
+        tracing::warn!(form, "STEERSMAN_LOG must be text or json; the log is text");
+    }
+}
