@@ -248,12 +248,13 @@ async fn accept(
 
 /// Sends a 503 if that is possible at once.
 fn refuse(stream: &TcpStream) {
-    let body = ApiError::too_many_connections().to_json().to_string();
-    let _ = stream.try_write(&plain_response("503 Service Unavailable", &body));
+    let error = ApiError::too_many_connections();
+    let _ = stream.try_write(&plain_response("503 Service Unavailable", &error));
 }
 
 /// A response for a connection that hyper does not serve.
-fn plain_response(status: &str, json: &str) -> Vec<u8> {
+fn plain_response(status: &str, error: &ApiError) -> Vec<u8> {
+    let json = serde_json::to_string(&error.openai()).expect("an error has string keys only");
     let length = json.len();
     format!(
         "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
@@ -290,8 +291,8 @@ impl Client {
             () = stopping.reaches(Stage::Finishing) => return,
         };
         if first == HTTP_2 {
-            let body = ApiError::not_http_1().to_json().to_string();
-            let response = plain_response("505 HTTP Version Not Supported", &body);
+            let error = ApiError::not_http_1();
+            let response = plain_response("505 HTTP Version Not Supported", &error);
             // The client may have closed the connection.
             let _ = stream.write_all(&response).await;
             let _ = stream.shutdown().await;

@@ -3,18 +3,19 @@
 use std::ops::Range;
 
 use schemars::JsonSchema;
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, Logprob, PromptToken, RawPrompt, Request};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use steersman_engine::request::{self, Event, Logprob, PromptToken, RawPrompt, Request};
 
-use super::chat::{Chunks, whole};
+use super::chat::{FinishReason, Usage, includes_usage};
 use super::error::ApiError;
-use super::openapi::Schemas;
-use super::openapi::shapes::{Prompts, Texts};
+use super::extension::Extension;
 use super::probability::{self, Probability, TextLogprobs};
 use super::protocol::{Call, Parsed, Place, Protocol};
-use super::reply::{Frames, Head, Part, Reply};
+use super::reply::{Frames, Head, Part, Reply, usage};
 use super::sampling::Sampling;
+use super::schema::Schemas;
+use super::schema::shapes::{Prompts, Texts};
 use super::{fields, json, params};
 
 /// Most prompts of a body: each is a request of its own.
@@ -29,7 +30,8 @@ const MAX_TOKENS: u32 = 16;
 /// The state of one response.
 #[derive(Debug)]
 pub struct Completions {
-    chunks: Chunks,
+    /// Whether a stream ends with a chunk that has the usage; it is null in the others.
+    include_usage: bool,
     /// Whether each text begins with its prompt.
     echo: bool,
     /// Choices of each prompt.
@@ -75,6 +77,37 @@ struct Body {
     #[schemars(range(min = 1, max = 32))]
     n: Option<u64>,
     best_of: Option<u64>,
+}
+
+/// A completion, or one event of a streamed one.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Completion {
+    id: String,
+    #[schemars(extend("const" = "text_completion"))]
+    object: &'static str,
+    created: u64,
+    model: String,
+    system_fingerprint: String,
+    choices: Vec<CompletionChoice>,
+    /// In a stream only with `include_usage`, and null until the last chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<Usage>>,
+    /// In a stream in the last chunk of a choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steersman: Option<Extension>,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct CompletionChoice {
+    index: usize,
+    text: String,
+    logprobs: Option<TextLogprobs>,
+    finish_reason: Option<FinishReason>,
+    /// In a whole reply with several choices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steersman: Option<Extension>,
 }
 
 /// The schema of a body.
@@ -133,7 +166,7 @@ impl Body {
             return Err(ApiError::value("n", message));
         }
         let protocol = Completions {
-            chunks: Chunks::new("text_completion", self.stream_options),
+            include_usage: includes_usage(self.stream_options),
             echo,
             choices,
             prompts: Vec::new(),
@@ -209,6 +242,8 @@ pub fn place_of(name: &str, index: usize, count: usize) -> String {
 }
 
 impl Protocol for Completions {
+    type Whole = Completion;
+
     const ID: &'static str = "cmpl-";
 
     fn schema(schemas: &mut Schemas) -> Value {
@@ -270,16 +305,20 @@ impl Protocol for Completions {
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        self.chunks.end(head, replies, out);
+        if self.include_usage {
+            let usage = Some(Some(usage(head, replies).into()));
+            out.data(&Completion { usage, ..self.object(head, Vec::new()) });
+        }
+        out.done();
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
-        out.data(&error.to_json());
+        out.data(&error.openai());
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
-        let mut choices = Vec::new();
-        for (index, reply) in replies.iter().enumerate() {
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Completion {
+        let extension = |reply: &Reply| Extension::new(head, &reply.finished);
+        let choice = |(index, reply): (usize, &Reply)| {
             let mut text = self.prompts.get(index / self.choices).cloned().unwrap_or_default();
             for part in &reply.parts {
                 if let Part::Reasoning(piece) | Part::Answer(piece) = part {
@@ -292,14 +331,34 @@ impl Protocol for Completions {
             for PromptToken { bytes, logprob, top } in prompt.iter().chain(reply.logprobs.iter()) {
                 logprobs.push(&bytes, logprob, &top);
             }
+            let steersman = (replies.len() > 1).then(|| extension(reply));
             let reason = Some(&reply.finished.reason);
-            choices.push(choice(index, &text, logprobs.take(), reason));
+            CompletionChoice { steersman, ..choice(index, text, logprobs.take(), reason) }
+        };
+        let choices = replies.iter().enumerate().map(choice).collect();
+        Completion {
+            usage: Some(Some(usage(head, replies).into())),
+            steersman: replies.first().map(extension),
+            ..self.object(head, choices)
         }
-        whole(head, "text_completion", choices, replies)
     }
 }
 
 impl Completions {
+    /// A chunk with these choices; or a whole reply, without usage and extension.
+    fn object(&self, head: &Head, choices: Vec<CompletionChoice>) -> Completion {
+        Completion {
+            id: head.id.clone(),
+            object: "text_completion",
+            created: head.created,
+            model: head.model.clone(),
+            system_fingerprint: head.fingerprint.clone(),
+            choices,
+            usage: self.include_usage.then_some(None),
+            steersman: None,
+        }
+    }
+
     fn choices_of(&self, prompt: usize) -> Range<usize> {
         prompt * self.choices..(prompt + 1) * self.choices
     }
@@ -308,8 +367,8 @@ impl Completions {
     fn echo(&mut self, head: &Head, prompt: usize, out: &mut Frames) {
         for index in self.choices_of(prompt) {
             let logprobs = self.logprobs[index].take();
-            let first = choice(index, &self.prompts[prompt], logprobs, None);
-            self.chunks.choice(head, first, out);
+            let first = choice(index, self.prompts[prompt].clone(), logprobs, None);
+            out.data(&self.object(head, vec![first]));
         }
     }
 
@@ -318,15 +377,16 @@ impl Completions {
         match event {
             Event::Reasoning(piece) | Event::Answer(piece) => {
                 let logprobs = self.logprobs[index].take();
-                self.chunks.choice(head, choice(index, &piece, logprobs, None), out);
+                out.data(&self.object(head, vec![choice(index, piece, logprobs, None)]));
             }
             Event::Logprob(Logprob { token, top }) => {
                 self.logprobs[index].push(&token.bytes, Some(token.logprob), &top);
             }
             Event::Finished(finished) => {
                 let logprobs = self.logprobs[index].take();
-                let last = choice(index, "", logprobs, Some(&finished.reason));
-                self.chunks.last_choice(head, last, &finished, out);
+                let last = choice(index, String::new(), logprobs, Some(&finished.reason));
+                let steersman = Some(Extension::new(head, &finished));
+                out.data(&Completion { steersman, ..self.object(head, vec![last]) });
             }
             // There are no tools.
             Event::CallDelta(_)
@@ -342,10 +402,16 @@ impl Completions {
     }
 }
 
-fn choice(index: usize, text: &str, logprobs: Value, reason: Option<&FinishReason>) -> Value {
-    let reason = reason.map(|reason| match reason {
-        FinishReason::Length => "length",
-        _ => "stop",
+fn choice(
+    index: usize,
+    text: String,
+    logprobs: Option<TextLogprobs>,
+    reason: Option<&request::FinishReason>,
+) -> CompletionChoice {
+    // There are no tools.
+    let finish_reason = reason.map(|reason| match reason {
+        request::FinishReason::Length => FinishReason::Length,
+        _ => FinishReason::Stop,
     });
-    json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+    CompletionChoice { index, text, logprobs, finish_reason, steersman: None }
 }

@@ -3,16 +3,16 @@
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use schemars::JsonSchema;
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use steersman_engine::request::{Embedding, RawPrompt, Request};
 
 use super::completions::{place_of, prompts};
 use super::error::ApiError;
-use super::openapi::Schemas;
-use super::openapi::shapes::Prompts;
 use super::protocol::{Call, Parsed, Protocol};
 use super::reply::{self, Head, Reply};
+use super::schema::Schemas;
+use super::schema::shapes::Prompts;
 use super::{fields, json};
 
 /// Most texts of a body.
@@ -37,6 +37,55 @@ struct Body {
     dimensions: Option<u32>,
     /// `float` or `base64`
     encoding_format: Option<String>,
+}
+
+/// The embeddings of the texts of a body.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct EmbeddingList {
+    #[schemars(extend("const" = "list"))]
+    object: &'static str,
+    data: Vec<OneEmbedding>,
+    model: String,
+    usage: PromptUsage,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields, rename = "Embedding")]
+struct OneEmbedding {
+    #[schemars(extend("const" = "embedding"))]
+    object: &'static str,
+    index: usize,
+    embedding: Vector,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+enum Vector {
+    Numbers(Vec<f64>),
+    /// f32 values, little endian, in base64.
+    Base64(String),
+}
+
+/// Counts of tokens of texts that are only read.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct PromptUsage {
+    prompt_tokens: u32,
+    total_tokens: u32,
+}
+
+impl PromptUsage {
+    /// The tokens of the texts of `replies`.
+    pub fn new(head: &Head, replies: &[Reply]) -> Self {
+        let tokens = reply::usage(head, replies).prompt_tokens;
+        Self { prompt_tokens: tokens, total_tokens: tokens }
+    }
+}
+
+/// The numbers of an embedding, which JSON has with the digits of an `f64`.
+pub fn numbers(embedding: &[f32]) -> Vec<f64> {
+    embedding.iter().copied().map(f64::from).collect()
 }
 
 impl Body {
@@ -78,6 +127,8 @@ pub fn dimensions(count: Option<u32>) -> Result<Option<u32>, ApiError> {
 }
 
 impl Protocol for Embeddings {
+    type Whole = EmbeddingList;
+
     const ID: &'static str = "embd-";
 
     fn schema(schemas: &mut Schemas) -> Value {
@@ -95,25 +146,23 @@ impl Protocol for Embeddings {
         place_of("input", index, self.texts)
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> EmbeddingList {
         let embedding = |values: &[f32]| match self.is_base64 {
             true => {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-                json!(BASE64_STANDARD.encode(bytes))
+                Vector::Base64(BASE64_STANDARD.encode(bytes))
             }
-            false => json!(values),
+            false => Vector::Numbers(numbers(values)),
         };
         let one = |(index, reply): (usize, &Reply)| {
             let embedding = embedding(&reply.embedding);
-            json!({"object": "embedding", "index": index, "embedding": embedding})
+            OneEmbedding { object: "embedding", index, embedding }
         };
-        let data: Vec<Value> = replies.iter().enumerate().map(one).collect();
-        let tokens = reply::usage(head, replies).prompt_tokens;
-        json!({
-            "object": "list",
-            "data": data,
-            "model": head.model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        })
+        EmbeddingList {
+            object: "list",
+            data: replies.iter().enumerate().map(one).collect(),
+            model: head.model.clone(),
+            usage: PromptUsage::new(head, replies),
+        }
     }
 }

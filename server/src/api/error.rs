@@ -3,14 +3,16 @@
 //! A client error explains the problem and names the field. Details of a server error go to the log
 //! only.
 
+mod body;
+
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Value, json};
 use steersman_engine::{Error, RequestError, policy};
 
+pub use self::body::{AnthropicError, Dialect, ErrorBody, OllamaError, OpenAiError};
 use crate::models::Refusal;
 
 /// `Retry-After` of a 429 and of a 503 for lack of room, in seconds.
@@ -357,64 +359,6 @@ impl ApiError {
         self
     }
 
-    /// The JSON body in OpenAI's format; a failing stream ends with it.
-    pub fn to_json(&self) -> Value {
-        self.body(Dialect::OpenAi)
-    }
-
-    /// The JSON body in the format of `dialect`.
-    pub fn body(&self, dialect: Dialect) -> Value {
-        let mut body = match dialect {
-            Dialect::OpenAi => json!({"error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }}),
-            Dialect::Anthropic => {
-                let mut error = json!({
-                    "type": self.anthropic_type(),
-                    "message": self.anthropic_message(),
-                    "param": self.param,
-                    "code": self.code,
-                });
-                // Anthropic's tool runners ask for a thread first. After this code they send the whole conversation.
-                if self.param.as_deref() == Some("thread") {
-                    let code = "thread_unsupported_request";
-                    error["details"] = json!({"error_code": code, "unsupported": ["thread"]});
-                }
-                json!({"type": "error", "error": error})
-            }
-            Dialect::Ollama => json!({"error": self.message}),
-        };
-        if !self.request_id.is_empty() {
-            body["request_id"] = self.request_id.as_str().into();
-        }
-        body
-    }
-
-    fn anthropic_type(&self) -> &'static str {
-        match self.status.as_u16() {
-            401 => "authentication_error",
-            403 => "permission_error",
-            404 => "not_found_error",
-            413 => "request_too_large",
-            429 => "rate_limit_error",
-            503 => "overloaded_error",
-            504 => "timeout_error",
-            _ if self.status.is_client_error() => "invalid_request_error",
-            _ => "api_error",
-        }
-    }
-
-    /// Clients recognize a prompt that is too long by these words, and make it shorter.
-    fn anthropic_message(&self) -> String {
-        match self.code {
-            TOO_LONG => format!("prompt is too long: {}", self.message),
-            _ => self.message.clone(),
-        }
-    }
-
     /// The response in the format of `dialect`.
     pub fn respond(&self, dialect: Dialect) -> Response {
         let mut response = (self.status, Json(self.body(dialect))).into_response();
@@ -436,32 +380,6 @@ fn cut(mut text: String, most: usize) -> String {
         text.push('…');
     }
     text
-}
-
-/// A format of errors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dialect {
-    /// `{"error": {"message", "type", "param", "code"}}`
-    OpenAi,
-    /// `{"type": "error", "error": {"type", "message"}}`
-    Anthropic,
-    /// `{"error": "..."}`
-    Ollama,
-}
-
-impl Dialect {
-    /// That of a request: the path decides, and where several protocols have one, the header that
-    /// Anthropic's clients always send.
-    pub fn of(path: &str, headers: &HeaderMap) -> Self {
-        let path = path.strip_prefix("/v1").unwrap_or(path);
-        if path.starts_with("/messages") || headers.contains_key("anthropic-version") {
-            Self::Anthropic
-        } else if path.starts_with("/api/") {
-            Self::Ollama
-        } else {
-            Self::OpenAi
-        }
-    }
 }
 
 impl From<Refusal> for ApiError {

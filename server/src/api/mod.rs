@@ -13,13 +13,16 @@ pub mod chat;
 mod completions;
 mod embeddings;
 pub mod error;
+mod extension;
 pub mod fields;
+mod health;
 pub mod json;
 mod log;
 mod metrics;
 mod models;
 mod ollama;
-pub mod openapi;
+mod openapi;
+mod operations;
 mod origin;
 mod params;
 mod policies;
@@ -34,29 +37,27 @@ mod rerank;
 mod responses;
 pub mod route;
 mod sampling;
+mod schema;
 mod structure;
 mod tokens;
 mod trace;
 mod typed;
 mod unknown;
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use axum::extract::{Path, Request, State};
+use axum::Router;
+use axum::extract::{Path, Request};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use parking_lot::RwLock;
-use serde_json::Value;
-use steersman_engine::policy::PolicyReport;
-use steersman_engine::{Engine, Error};
 use steersman_models::hub::Hub;
-use steersman_models::pool::Report;
 use tokio::sync::Semaphore;
+
+pub use self::operations::document;
 
 use self::access::Access;
 use self::anthropic::Messages;
@@ -195,9 +196,9 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/requests/{id}/trace", get(trace::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
-        .route("/openapi.json", get(openapi::json))
+        .route("/openapi.json", get(operations::json))
         .route("/docs", get(openapi::page))
-        .route("/health", get(health))
+        .route("/health", get(health::get))
         .route("/", get(root))
         .route("/console/{file}", get(console_file))
         .fallback(async |request: Request| {
@@ -239,83 +240,6 @@ async fn root(headers: HeaderMap) -> Response {
 async fn console_file(Path(file): Path<String>) -> Result<Response, ApiError> {
     let path = format!("/console/{file}");
     console::file(&file).ok_or_else(|| ApiError::no_route("GET", &path))
-}
-
-/// Longest preparation of a request after which `/health` says that the server does not advance. Each step of it has
-/// a limit of its own, the longest that of compiling a form.
-const PREPARATION: Duration = Duration::from_secs(120);
-
-/// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped, or prepares a request
-/// for too long.
-async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
-    let engines = app.models.engines();
-    if engines.iter().any(Engine::has_stopped) {
-        return Err(Error::Stopped.into());
-    }
-    let preparing = engines.iter().filter_map(Engine::preparing_for).max();
-    if let Some(time) = preparing.filter(|time| *time > PREPARATION) {
-        return Err(ApiError::not_advancing(time));
-    }
-    let model = app.models.name(0);
-    let all = app.models.clone();
-    let (models, policies) =
-        policies::blocking(move || (all.states(), all.policies().report().policies)).await?;
-    let inactive: Vec<Value> = policies.iter().filter_map(inactive_policy).collect();
-    let models: Vec<Value> = models.into_iter().map(model_state).collect();
-    let waiting: usize = engines.iter().map(Engine::waiting).sum();
-    let engines: Vec<Value> = engines.iter().map(activity).collect();
-    Ok(Json(serde_json::json!({
-        "status": "ok",
-        "model": model,
-        "waiting": waiting,
-        "engines": engines,
-        "models": models,
-        "inactive_policies": inactive,
-    })))
-}
-
-/// A policy without a version, for `/health`; the reason is for operators.
-fn inactive_policy(policy: &PolicyReport) -> Option<Value> {
-    let PolicyReport { name, is_pending, .. } = policy;
-    (!policy.is_active()).then(|| serde_json::json!({"policy": name, "retries": is_pending}))
-}
-
-/// Where a model is, for `/health`.
-fn model_state((name, state, report): (String, &str, Report)) -> Value {
-    serde_json::json!({
-        "model": name,
-        "state": state,
-        "requests": report.requests,
-        "expires_s": report.expires.map(|time| time.as_secs()),
-        "loads": report.loads,
-        "unloads": report.unloads,
-    })
-}
-
-/// What an engine does, for `/health`.
-fn activity(engine: &Engine) -> Value {
-    let (info, activity) = (engine.info(), engine.info().activity.report());
-    let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
-    bytes.extend(metrics::accounts(&activity.bytes));
-    serde_json::json!({
-        "model": info.model,
-        "running": activity.running,
-        "awaiting_policy": activity.awaiting_policy,
-        "awaiting_prefix": activity.awaiting_prefix,
-        "waiting": engine.waiting(),
-        "preparing_s": rounded(engine.preparing_for().unwrap_or_default().as_secs_f64()),
-        "preempted": activity.preempted,
-        "rows_per_pass": rounded(activity.rows_mean),
-        "tokens_per_second": rounded(activity.tokens_per_second),
-        "preemptions": activity.preemptions,
-        "stalls": activity.stalls,
-        "bytes": bytes,
-    })
-}
-
-/// With one decimal.
-fn rounded(value: f64) -> f64 {
-    (value * 10.0).round() / 10.0
 }
 
 /// Writes errors as the protocol of the path does, also those that axum writes as plain text, for a

@@ -5,23 +5,61 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Path, State};
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::App;
 use super::error::ApiError;
 use super::policies::blocking;
 use crate::models::{Description, Name};
 
-pub async fn list(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
-    let (names, described) = described(&app).await?;
-    let models: Vec<_> = names.iter().map(|name| model(name, &described[name.index])).collect();
-    Ok(Json(json!({"object": "list", "data": models})))
+/// All models.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct ModelList {
+    #[schemars(extend("const" = "list"))]
+    object: &'static str,
+    data: Vec<ListedModel>,
 }
 
+/// A model, a model with a profile, or an alias.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct ListedModel {
+    id: String,
+    #[schemars(extend("const" = "model"))]
+    object: &'static str,
+    /// Seconds since 1970 when it was loaded; 0 while it is not.
+    created: u64,
+    owned_by: &'static str,
+    family: Option<String>,
+    /// Tokens.
+    context: Option<u64>,
+    #[schemars(extend("enum" = STATES))]
+    state: &'static str,
+    /// Bytes of the files.
+    size: Option<u64>,
+    parameters: Option<u64>,
+    quantization: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    alias_of: Option<String>,
+}
+
+/// Where a model may be: [`Description::state`].
+pub const STATES: [&str; 5] = ["loaded", "loading", "unloading", "on disk", "missing"];
+
+/// `GET /v1/models`
+pub async fn list(State(app): State<Arc<App>>) -> Result<Json<ModelList>, ApiError> {
+    let (names, described) = described(&app).await?;
+    let data = names.iter().map(|name| model(name, &described[name.index])).collect();
+    Ok(Json(ModelList { object: "list", data }))
+}
+
+/// `GET /v1/models/{id}`
 pub async fn get(
     State(app): State<Arc<App>>,
     Path(name): Path<String>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<ListedModel>, ApiError> {
     let Some((index, _)) = app.models.resolve(&name) else {
         let message = format!("there is no model `{name}`; see GET /v1/models");
         return Err(ApiError::model_not_found(message));
@@ -38,26 +76,22 @@ pub async fn described(app: &Arc<App>) -> Result<(Vec<Name>, Vec<Description>), 
     blocking(move || (models.names(), models.describe())).await
 }
 
-fn model(name: &Name, described: &Description) -> Value {
+fn model(name: &Name, described: &Description) -> ListedModel {
     let info = described.engine.as_ref().map(|engine| engine.info());
     let facts = described.facts.as_deref();
     let family = info.map(|info| info.family.as_str());
     let context = info.map(|info| info.context as u64);
-    let mut model = json!({
-        "id": name.name,
-        "object": "model",
-        // Of the load; a model that is not loaded has no time.
-        "created": info.map_or(0, |info| info.loaded),
-        "owned_by": "steersman",
-        "family": family.or(facts.map(|facts| facts.family.as_str())),
-        "context": context.or(facts.and_then(|facts| facts.context)),
-        "state": described.state,
-        "size": facts.map(|facts| facts.file_bytes()),
-        "parameters": facts.map(|facts| facts.parameters),
-        "quantization": facts.map(|facts| facts.quantization.as_str()),
-    });
-    if let Some(target) = &name.alias_of {
-        model["alias_of"] = target.as_str().into();
+    ListedModel {
+        id: name.name.clone(),
+        object: "model",
+        created: info.map_or(0, |info| info.loaded),
+        owned_by: "steersman",
+        family: family.or(facts.map(|facts| facts.family.as_str())).map(Into::into),
+        context: context.or(facts.and_then(|facts| facts.context)),
+        state: described.state,
+        size: facts.map(|facts| facts.file_bytes()),
+        parameters: facts.map(|facts| facts.parameters),
+        quantization: facts.map(|facts| facts.quantization.clone()),
+        alias_of: name.alias_of.clone(),
     }
-    model
 }

@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 use steersman_engine::policy::{
     Activation, BUNDLE_BYTES, Difference, Error, Health, HistoryEntry, ParamReport, Policies,
     PolicyReport, Problem, Record, Report, Use, Withdrawn,
@@ -120,6 +120,32 @@ pub struct ActivationBody {
     notes: Vec<String>,
 }
 
+/// Answers of a policy that runs as a shadow, beside those that were applied.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Shadow {
+    name: String,
+    /// Requests in memory that had this shadow.
+    requests: usize,
+    /// Its calls with an answer.
+    calls: usize,
+    failures: usize,
+    /// Its answers that no applied policy gave.
+    differing: usize,
+    /// The newest of these, newest first.
+    differences: Vec<ShadowDifference>,
+}
+
+/// Records without their inputs.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ShadowDifference {
+    #[schemars(with = "Map<String, Value>")]
+    shadow: Value,
+    #[schemars(with = "Vec<Map<String, Value>>")]
+    applied: Vec<Value>,
+}
+
 /// `GET /v1/policies`: the policies and parameters of the profiles that the caller may use.
 pub async fn list(
     State(app): State<Arc<App>>,
@@ -176,22 +202,21 @@ pub async fn shadow(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Shadow>, ApiError> {
     let policies = operated(&app, &caller, &name)?;
     // As much work as the traces of all requests.
     let permit = app.trace_readers.clone().acquire_owned().await;
     let _permit = permit.expect("the semaphore is never closed");
     let body = blocking(move || {
         let report = policies.traces().compare_shadow(&name);
-        let differences: Vec<Value> = report.differences.iter().map(difference).collect();
-        json!({
-            "name": name,
-            "requests": report.requests,
-            "calls": report.calls,
-            "failures": report.failures,
-            "differing": report.differing,
-            "differences": differences,
-        })
+        Shadow {
+            name,
+            requests: report.requests,
+            calls: report.calls,
+            failures: report.failures,
+            differing: report.differing,
+            differences: report.differences.iter().map(ShadowDifference::from).collect(),
+        }
     });
     Ok(Json(body.await?))
 }
@@ -206,18 +231,20 @@ fn operated(app: &App, caller: &Caller, name: &str) -> Result<Arc<Policies>, Api
     Ok(policies)
 }
 
-fn difference(Difference { shadow, applied }: &Difference) -> Value {
-    let without_input = |record: &Record| {
-        let mut record = serde_json::to_value(record).unwrap_or_default();
-        if let Some(record) = record.as_object_mut() {
-            for field in ["input", "imports", "masked"] {
-                record.shift_remove(field);
-            }
+impl From<&Difference> for ShadowDifference {
+    fn from(Difference { shadow, applied }: &Difference) -> Self {
+        Self { shadow: without_input(shadow), applied: applied.iter().map(without_input).collect() }
+    }
+}
+
+fn without_input(record: &Record) -> Value {
+    let mut record = serde_json::to_value(record).unwrap_or_default();
+    if let Some(record) = record.as_object_mut() {
+        for field in ["input", "imports", "masked"] {
+            record.shift_remove(field);
         }
-        record
-    };
-    let applied: Vec<Value> = applied.iter().map(without_input).collect();
-    json!({"shadow": without_input(shadow), "applied": applied})
+    }
+    record
 }
 
 /// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.

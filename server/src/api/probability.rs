@@ -1,16 +1,17 @@
 //! Parses the fields that change or report the probabilities of tokens: `logit_bias`, penalties,
 //! `min_tokens`, `ignore_eos`, `logprobs`.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use schemars::JsonSchema;
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use steersman_engine::policy::TokenBias;
 use steersman_engine::request::{Logprob, Penalties, PromptToken, Request, TokenLogprob};
 
 use super::error::ApiError;
-use super::openapi::shapes::{Biases, Logprobs};
+use super::schema::shapes::{Biases, Logprobs};
 
 /// The fields that this module reads.
 pub const FIELDS: [&str; 9] = [
@@ -154,19 +155,36 @@ pub fn repetition(name: &str, value: Option<f32>) -> Result<f32, ApiError> {
     Err(ApiError::value(name, format!("{name}: is {value}, must be above 0, at most 10")))
 }
 
-/// `logprobs` of a choice: null without any.
-pub fn chat_logprobs(content: Vec<Value>) -> Value {
-    match content.is_empty() {
-        true => Value::Null,
-        false => json!({"content": content, "refusal": null}),
+/// A token with its probability and the likeliest ones in its place: in chats, in responses and for Ollama.
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields, rename = "TokenLogprobs")]
+pub struct TokenProbabilities {
+    token: String,
+    logprob: f64,
+    bytes: Vec<u8>,
+    top_logprobs: Vec<TokenProbability>,
+}
+
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields, rename = "TokenLogprob")]
+struct TokenProbability {
+    token: String,
+    logprob: f64,
+    bytes: Vec<u8>,
+}
+
+impl From<&Logprob> for TokenProbabilities {
+    fn from(Logprob { token, top }: &Logprob) -> Self {
+        let TokenProbability { token, logprob, bytes } = token.into();
+        Self { token, logprob, bytes, top_logprobs: top.iter().map(Into::into).collect() }
     }
 }
 
-/// The probabilities of a token in chats, in responses and for Ollama.
-pub fn chat_logprob(Logprob { token, top }: &Logprob) -> Value {
-    let mut value = one(token);
-    value["top_logprobs"] = top.iter().map(one).collect();
-    value
+impl From<&TokenLogprob> for TokenProbability {
+    fn from(TokenLogprob { bytes, logprob }: &TokenLogprob) -> Self {
+        let token = String::from_utf8_lossy(bytes).into_owned();
+        Self { token, logprob: finite(*logprob), bytes: bytes.clone() }
+    }
 }
 
 /// Probabilities of tokens of a reply or a prompt, until they are sent. Values of their own would take more than a
@@ -199,10 +217,10 @@ impl Probabilities {
         self.entries.push((self.bytes.len(), logprob));
     }
 
-    /// The JSON of its tokens in chats, in responses and for Ollama, which it no longer holds.
-    pub fn take_chat(&mut self) -> Vec<Value> {
+    /// Its tokens as they are sent in chats, in responses and for Ollama. It no longer holds them.
+    pub fn take(&mut self) -> Vec<TokenProbabilities> {
         let held = std::mem::take(self);
-        held.logprobs(0..held.len()).map(|logprob| chat_logprob(&logprob)).collect()
+        held.logprobs(0..held.len()).map(|logprob| (&logprob).into()).collect()
     }
 
     /// Number of tokens.
@@ -237,18 +255,21 @@ impl Probabilities {
 }
 
 /// `logprobs` of a completion, which grows token by token.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
 pub struct TextLogprobs {
-    tokens: Vec<Value>,
-    token_logprobs: Vec<Value>,
-    top_logprobs: Vec<Value>,
-    text_offset: Vec<Value>,
+    tokens: Vec<String>,
+    token_logprobs: Vec<Option<f64>>,
+    #[schemars(with = "Vec<Option<BTreeMap<String, f64>>>")]
+    top_logprobs: Vec<Option<Map<String, Value>>>,
+    text_offset: Vec<usize>,
     /// Characters of the tokens so far.
+    #[serde(skip)]
     offset: usize,
 }
 
 impl TextLogprobs {
-    /// Adds a token. `top` gets the token itself too.
+    /// Adds a token. `top` gets the token itself as well.
     pub fn push(&mut self, bytes: &[u8], logprob: Option<f32>, top: &[TokenLogprob]) {
         let token = spelled(bytes);
         let mut likeliest = Map::new();
@@ -258,27 +279,19 @@ impl TextLogprobs {
         if let Some(logprob) = logprob {
             likeliest.entry(token.clone()).or_insert(finite(logprob).into());
         }
-        self.tokens.push(token.into());
-        self.token_logprobs.push(logprob.map(finite).into());
-        self.top_logprobs.push(logprob.map(|_| likeliest).into());
-        self.text_offset.push(self.offset.into());
+        self.tokens.push(token);
+        self.token_logprobs.push(logprob.map(finite));
+        self.top_logprobs.push(logprob.map(|_| likeliest));
+        self.text_offset.push(self.offset);
         // A character counts where it begins.
         self.offset += bytes.iter().filter(|byte| **byte & 0xC0 != 0x80).count();
     }
 
-    /// The tokens since the last call: null if there are none.
-    pub fn take(&mut self) -> Value {
-        let Self { tokens, token_logprobs, top_logprobs, text_offset, .. } = self;
-        if tokens.is_empty() {
-            return Value::Null;
-        }
-        let take = std::mem::take::<Vec<Value>>;
-        json!({
-            "tokens": take(tokens),
-            "token_logprobs": take(token_logprobs),
-            "top_logprobs": take(top_logprobs),
-            "text_offset": take(text_offset),
-        })
+    /// The tokens since the last call, if there are any.
+    pub fn take(&mut self) -> Option<Self> {
+        let rest = Self { offset: self.offset, ..Self::default() };
+        let taken = std::mem::replace(self, rest);
+        (!taken.tokens.is_empty()).then_some(taken)
     }
 }
 
@@ -293,14 +306,9 @@ fn spelled(bytes: &[u8]) -> String {
     }
 }
 
-fn one(TokenLogprob { bytes, logprob }: &TokenLogprob) -> Value {
-    let token = String::from_utf8_lossy(bytes);
-    json!({"token": token, "logprob": finite(*logprob), "bytes": bytes})
-}
-
-/// JSON has no infinity; OpenAI writes -9999 for what cannot come.
-fn finite(logprob: f32) -> f32 {
-    logprob.max(-9999.0)
+/// JSON has no infinity; OpenAI writes -9999 for what cannot come. The digits are those of the `f32`.
+fn finite(logprob: f32) -> f64 {
+    logprob.max(-9999.0).into()
 }
 
 /// `logit_bias`: from token ids, as text, to numbers from -100 to 100.

@@ -5,8 +5,11 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::{Extension, Json};
-use serde_json::{Value, json};
-use steersman_engine::policy::Counted;
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use steersman_engine::policy::{Counted, Grant, OnFailure, Param};
+use steersman_engine::request::Sampling;
 
 use super::App;
 use super::access::Caller;
@@ -15,57 +18,121 @@ use crate::config::ProfileAccess;
 /// Settings of all profiles by name, without their keys.
 pub type Profiles = BTreeMap<String, ProfileAccess>;
 
+/// Profiles that a key opens.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct ProfileList {
+    access: Access,
+    profiles: Vec<ListedProfile>,
+}
+
+/// What a key may do.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct Access {
+    #[schemars(extend("enum" = ["operator", "server", "profile", "none"]))]
+    key: &'static str,
+    /// The profile of a key for one.
+    profile: Option<String>,
+    /// Whether there are keys of operators.
+    operators: bool,
+}
+
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ListedProfile {
+    name: String,
+    /// The model that serves it.
+    model: Option<String>,
+    policies: Vec<String>,
+    shadow: Vec<String>,
+    #[schemars(with = "String")]
+    on_failure: OnFailure,
+    #[schemars(with = "Vec<String>")]
+    grants: Vec<Grant>,
+    /// Parameters of its policies, for operators.
+    #[schemars(with = "Option<Map<String, Value>>")]
+    params: Option<BTreeMap<String, Param>>,
+    trace_text: bool,
+    has_keys: bool,
+    mcp: Vec<String>,
+    policy_headers: Vec<String>,
+    /// Models and profiles to which its policies may route requests.
+    routes: Vec<String>,
+    limits: Limits,
+    /// Null if the profile sets nothing.
+    #[schemars(with = "Option<Map<String, Value>>")]
+    sampling: Option<Value>,
+}
+
+/// Limits of a profile's requests; 0 is no limit.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields, rename = "ProfileLimits")]
+struct Limits {
+    prompt_tokens: usize,
+    think_budget: u32,
+    max_tokens: u32,
+    #[schemars(extend("enum" = ["api", "answer", "reply"]))]
+    limit_counts: &'static str,
+    /// Requests that wait or run.
+    requests: usize,
+}
+
 /// `GET /v1/profiles`. Parameters of policies may hold what not every client should see: only operators do.
 pub async fn list(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
-) -> Json<Value> {
+) -> Json<ProfileList> {
     let shown = app.profiles.read().clone();
     let opens = |name: &str| app.access.allow(&caller, name).is_ok();
     let profiles = shown.iter().filter(|(name, _)| opens(name));
-    let profiles: Vec<Value> =
-        profiles.map(|(name, profile)| describe(&app, &caller, name, profile)).collect();
+    let profiles = profiles.map(|(name, profile)| describe(&app, &caller, name, profile)).collect();
     let (key, profile) = match &caller {
         Caller::Operator => ("operator", None),
         Caller::AllProfiles => ("server", None),
-        Caller::Profile(name) => ("profile", Some(name)),
+        Caller::Profile(name) => ("profile", Some(name.clone())),
         Caller::Anonymous => ("none", None),
     };
-    let access = json!({"key": key, "profile": profile, "operators": app.access.has_operators()});
-    Json(json!({"access": access, "profiles": profiles}))
+    let access = Access { key, profile, operators: app.access.has_operators() };
+    Json(ProfileList { access, profiles })
 }
 
-fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> Value {
+fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> ListedProfile {
     let settings = &profile.settings;
-    let model = app.models.serving(None, name).ok().map(|index| app.models.name(index));
+    let model = app.models.serving(None, name).ok().map(|index| app.models.name(index).into());
     let policy = &settings.policy;
-    let limits = json!({
-        "prompt_tokens": settings.limits.prompt_tokens,
-        "think_budget": settings.limits.reasoning_budget,
-        "max_tokens": settings.limits.max_tokens,
-        "limit_counts": match settings.limits.limit_counts {
+    let limits = Limits {
+        prompt_tokens: settings.limits.prompt_tokens,
+        think_budget: settings.limits.reasoning_budget,
+        max_tokens: settings.limits.max_tokens,
+        limit_counts: match settings.limits.limit_counts {
             None => "api",
             Some(Counted::Answer) => "answer",
             Some(Counted::Reply) => "reply",
         },
-        "requests": profile.requests,
-    });
-    json!({
-        "name": name,
-        "model": model,
-        "policies": policy.policies,
-        "shadow": policy.shadow,
-        "on_failure": policy.on_failure,
-        "grants": policy.grants,
-        "params": (*caller == Caller::Operator).then_some(&policy.params),
-        "trace_text": policy.trace_text,
-        "has_keys": !profile.api_keys.is_empty(),
-        "mcp": profile.mcp,
-        "policy_headers": profile.policy_headers,
-        "routes": settings.routes,
-        "limits": limits,
-        "sampling": settings.sampling,
-    })
+        requests: profile.requests,
+    };
+    ListedProfile {
+        name: name.into(),
+        model,
+        policies: policy.policies.clone(),
+        shadow: policy.shadow.clone(),
+        on_failure: policy.on_failure,
+        grants: policy.grants.clone(),
+        params: (*caller == Caller::Operator).then(|| policy.params.clone()),
+        trace_text: policy.trace_text,
+        has_keys: !profile.api_keys.is_empty(),
+        mcp: profile.mcp.clone(),
+        policy_headers: profile.policy_headers.clone(),
+        routes: settings.routes.clone(),
+        limits,
+        sampling: settings.sampling.map(value),
+    }
+}
+
+/// The JSON of sampling parameters, with the digits of an `f64`.
+fn value(sampling: Sampling) -> Value {
+    serde_json::to_value(sampling).expect("sampling parameters are numbers")
 }
 
 /// Takes over what a reload of the configuration changes.

@@ -12,6 +12,8 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::{Response, sse};
+use schemars::JsonSchema;
+use serde::Serialize;
 use serde_json::{Map, Value};
 use steersman_engine::request::{Choice, Choices, Event, Request};
 use steersman_engine::{Engine, Error, RequestError, policy};
@@ -22,9 +24,9 @@ use super::access::{self, Admission, Caller, Destination};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
-use super::openapi::Schemas;
 use super::reply::{self, Events, Frames, Head, Reply, Source};
 use super::route::Routes;
+use super::schema::Schemas;
 use super::{App, random_hex};
 use crate::mcp::{Ran, Toolbox, rounds};
 use crate::serve::Shutdown;
@@ -59,6 +61,9 @@ pub enum Framing {
 
 /// A protocol, with the state that rendering one reply needs.
 pub trait Protocol: Sized + Send + Sync + 'static {
+    /// The replies to a body as one object.
+    type Whole: Serialize + JsonSchema;
+
     /// What ids of replies begin with.
     const ID: &'static str;
 
@@ -115,7 +120,7 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     fn fail(&mut self, _head: &Head, _error: &ApiError, _out: &mut Frames) {}
 
     /// The replies as one object.
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value;
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Self::Whole;
 
     /// What an idle stream of server-sent events sends, so that proxies do not close it.
     fn keep_alive() -> sse::Event {

@@ -17,14 +17,16 @@ use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream};
 use parking_lot::Mutex;
-use serde_json::{Map, Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
 use steersman_models::command::Needs;
 use steersman_models::hub::{Hub, Plan, Progress, Stop, is_disk_full};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::App;
 use super::access::Caller;
-use super::error::ApiError;
+use super::error::{ApiError, OpenAiError};
 use super::protocol::{JSON, read_json};
 
 /// Shortest time between two reports of progress.
@@ -101,7 +103,7 @@ pub async fn pull(
     let body = operators_body(&app, &caller, &headers, body, JSON).await?;
     let (first, reports, _) = begin(&app, body.repo, false).await?;
     let events = rest(first, reports, |report| {
-        let event = SseEvent::default().data(of_openai(&report).to_string());
+        let event = SseEvent::default().data(text(&Pulled::from(&report)));
         Some(Ok::<_, std::convert::Infallible>(event))
     });
     let keep_alive = KeepAlive::new().text("still downloading");
@@ -122,7 +124,10 @@ pub async fn pull_as_ollama(
         let lines = rest(first, reports, move |report| {
             // Dropped with the stream.
             let _ = &guard;
-            Some(Ok::<_, std::convert::Infallible>(format!("{}\n", of_ollama(&report))))
+            Some(Ok::<_, std::convert::Infallible>(format!(
+                "{}\n",
+                text(&OllamaPulled::from(&report))
+            )))
         });
         return Ok((kind, Body::from_stream(lines)).into_response());
     }
@@ -132,7 +137,7 @@ pub async fn pull_as_ollama(
     }
     match last {
         Report::Failed(error) => Err(error),
-        last => Ok(axum::Json(of_ollama(&last)).into_response()),
+        last => Ok(axum::Json(OllamaPulled::from(&last)).into_response()),
     }
 }
 
@@ -140,7 +145,7 @@ pub async fn pull_as_ollama(
 pub async fn stop(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
-) -> Result<axum::Json<Value>, ApiError> {
+) -> Result<axum::Json<StoppedPull>, ApiError> {
     app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
     let stopped = app.pulls.0.lock().as_ref().map(|running| {
         running.stop.stop();
@@ -148,7 +153,7 @@ pub async fn stop(
     });
     let repo = stopped.ok_or_else(ApiError::no_pull)?;
     tracing::info!(repo, "download stopped by an operator");
-    Ok(axum::Json(json!({"model": repo, "stopped": true})))
+    Ok(axum::Json(StoppedPull { model: repo, stopped: true }))
 }
 
 /// Reads the body of an operator.
@@ -303,43 +308,123 @@ fn rest<T>(
     })
 }
 
-fn of_openai(report: &Report) -> Value {
-    match report {
-        Report::Planned(needs) => json!({
-            "status": "downloading",
-            "total": needs.total,
-            "completed": needs.here,
-            "left": needs.left(),
-            "disk_free": needs.disk_free,
-            "memory": {
-                "weights": needs.memory,
-                "limit": needs.memory_limit,
-                "fits": needs.memory <= needs.memory_limit,
+/// The JSON of a report.
+fn text(report: &impl Serialize) -> String {
+    serde_json::to_string(report).expect("a report has string keys only")
+}
+
+/// The download that was stopped.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct StoppedPull {
+    model: String,
+    stopped: bool,
+}
+
+/// How far a download is.
+#[derive(Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Pulled {
+    /// What it needs.
+    Planned {
+        #[schemars(extend("const" = "downloading"))]
+        status: &'static str,
+        total: u64,
+        completed: u64,
+        left: u64,
+        disk_free: Option<u64>,
+        memory: MemoryNeeds,
+    },
+    /// Bytes of all files that are here, and the file that comes.
+    Progress {
+        #[schemars(extend("const" = "downloading"))]
+        status: &'static str,
+        file: String,
+        total: u64,
+        completed: u64,
+        left: u64,
+    },
+    /// The folder with all files.
+    Done {
+        #[schemars(extend("const" = "success"))]
+        status: &'static str,
+        folder: PathBuf,
+    },
+    /// Why it failed.
+    Failed {
+        #[serde(flatten)]
+        error: OpenAiError,
+        #[schemars(extend("const" = "failed"))]
+        status: &'static str,
+    },
+}
+
+/// Bytes of memory that a model needs.
+#[derive(Serialize, JsonSchema)]
+pub struct MemoryNeeds {
+    weights: u64,
+    limit: u64,
+    fits: bool,
+}
+
+impl From<&Report> for Pulled {
+    fn from(report: &Report) -> Self {
+        let status = "downloading";
+        match report {
+            Report::Planned(needs) => Self::Planned {
+                status,
+                total: needs.total,
+                completed: needs.here,
+                left: needs.left(),
+                disk_free: needs.disk_free,
+                memory: MemoryNeeds {
+                    weights: needs.memory,
+                    limit: needs.memory_limit,
+                    fits: needs.memory <= needs.memory_limit,
+                },
             },
-        }),
-        Report::Progress { file, done, total } => json!({
-            "status": "downloading",
-            "file": file,
-            "total": total,
-            "completed": done,
-            "left": total.saturating_sub(*done),
-        }),
-        Report::Done(folder) => json!({"status": "success", "folder": folder}),
-        Report::Failed(error) => {
-            let mut body = error.to_json();
-            body["status"] = "failed".into();
-            body
+            Report::Progress { file, done, total } => Self::Progress {
+                status,
+                file: file.clone(),
+                total: *total,
+                completed: *done,
+                left: total.saturating_sub(*done),
+            },
+            Report::Done(folder) => Self::Done { status: "success", folder: folder.clone() },
+            Report::Failed(error) => Self::Failed { error: error.openai(), status: "failed" },
         }
     }
 }
 
-fn of_ollama(report: &Report) -> Value {
-    match report {
-        Report::Planned(_) => json!({"status": "pulling manifest"}),
-        Report::Progress { file, done, total } => {
-            json!({"status": format!("pulling {file}"), "total": total, "completed": done})
+/// How far a download is, for clients of Ollama.
+#[derive(Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum OllamaPulled {
+    /// Its state, and bytes of the file that comes.
+    Running {
+        status: String,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        total: Option<u64>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        completed: Option<u64>,
+    },
+    /// Why it failed.
+    Failed { error: String },
+}
+
+impl From<&Report> for OllamaPulled {
+    fn from(report: &Report) -> Self {
+        let state =
+            |status: &str| Self::Running { status: status.into(), total: None, completed: None };
+        match report {
+            Report::Planned(_) => state("pulling manifest"),
+            Report::Progress { file, done, total } => Self::Running {
+                status: format!("pulling {file}"),
+                total: Some(*total),
+                completed: Some(*done),
+            },
+            Report::Done(_) => state("success"),
+            Report::Failed(error) => Self::Failed { error: error.message.clone() },
         }
-        Report::Done(_) => json!({"status": "success"}),
-        Report::Failed(error) => json!({"error": error.message}),
     }
 }

@@ -16,7 +16,7 @@ use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
-use serde_json::Value;
+use serde::Serialize;
 use steersman_engine::request::{
     CallDelta, Event, Finished, Logprob, PromptToken, ToolCall, Usage,
 };
@@ -361,19 +361,24 @@ struct Frame {
 
 impl Frames {
     /// Adds an object.
-    pub fn data(&mut self, data: &Value) {
-        self.0.push_back(Frame { event: None, data: data.to_string() });
+    pub fn data(&mut self, data: &impl Serialize) {
+        self.0.push_back(Frame { event: None, data: text(data) });
     }
 
     /// Adds an object as an event of this type.
-    pub fn event(&mut self, event: &'static str, data: &Value) {
-        self.0.push_back(Frame { event: Some(event), data: data.to_string() });
+    pub fn event(&mut self, event: &'static str, data: &impl Serialize) {
+        self.0.push_back(Frame { event: Some(event), data: text(data) });
     }
 
     /// Adds OpenAI's last line.
     pub fn done(&mut self) {
         self.0.push_back(Frame { event: None, data: "[DONE]".into() });
     }
+}
+
+/// The JSON of an object.
+fn text(data: &impl Serialize) -> String {
+    serde_json::to_string(data).expect("objects of replies have string keys only")
 }
 
 /// A reply while it is generated.

@@ -4,15 +4,15 @@
 //! cosine similarity of two embeddings. No model reads query and document together.
 
 use schemars::JsonSchema;
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use steersman_engine::request::{Embedding, RawPrompt};
 
-use super::embeddings::{self, TEXTS};
+use super::embeddings::{self, PromptUsage, TEXTS};
 use super::error::ApiError;
-use super::openapi::Schemas;
 use super::protocol::{Call, Parsed, Protocol};
-use super::reply::{self, Head, Reply};
+use super::reply::{Head, Reply};
+use super::schema::Schemas;
 use super::{fields, json};
 
 /// The state of one response.
@@ -29,13 +29,42 @@ struct Body {
     model: Option<String>,
     #[schemars(required)]
     query: Option<String>,
-    #[schemars(with = "Vec<super::openapi::shapes::Document>", length(min = 1, max = 256))]
+    #[schemars(with = "Vec<super::schema::shapes::Document>", length(min = 1, max = 256))]
     documents: Option<Vec<Value>>,
     /// Most results.
     #[schemars(range(min = 1))]
     top_n: Option<usize>,
     /// Whether results have the documents.
     return_documents: Option<bool>,
+}
+
+/// Documents by their similarity to the query, the best first.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Ranking {
+    id: String,
+    #[schemars(extend("const" = "list"))]
+    object: &'static str,
+    model: String,
+    results: Vec<Ranked>,
+    usage: PromptUsage,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct Ranked {
+    /// Index in `documents`.
+    index: usize,
+    #[schemars(range(min = -1.0, max = 1.0))]
+    relevance_score: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    document: Option<RankedDocument>,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct RankedDocument {
+    text: String,
 }
 
 impl Body {
@@ -83,6 +112,8 @@ struct Document {
 }
 
 impl Protocol for Rerank {
+    type Whole = Ranking;
+
     const ID: &'static str = "rerank-";
 
     fn schema(schemas: &mut Schemas) -> Value {
@@ -101,7 +132,7 @@ impl Protocol for Rerank {
         index.checked_sub(1).map_or("query".into(), |index| format!("documents[{index}]"))
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Ranking {
         // The first text is the query.
         let scores = replies.split_first().map_or_else(Vec::new, |(query, documents)| {
             let score = |document: &Reply| cosine(&query.embedding, &document.embedding);
@@ -112,21 +143,17 @@ impl Protocol for Rerank {
         ranked.sort_by(|(_, a), (_, b)| b.total_cmp(a));
         ranked.truncate(self.top_n);
         let result = |(index, score): (usize, f32)| {
-            let mut result = json!({"index": index, "relevance_score": score});
-            if let Some(documents) = &self.documents {
-                result["document"] = json!({"text": documents[index]});
-            }
-            result
+            let text = |documents: &Vec<String>| RankedDocument { text: documents[index].clone() };
+            let document = self.documents.as_ref().map(text);
+            Ranked { index, relevance_score: score.into(), document }
         };
-        let results: Vec<Value> = ranked.into_iter().map(result).collect();
-        let tokens = reply::usage(head, replies).prompt_tokens;
-        json!({
-            "id": head.id,
-            "object": "list",
-            "model": head.model,
-            "results": results,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        })
+        Ranking {
+            id: head.id.clone(),
+            object: "list",
+            model: head.model.clone(),
+            results: ranked.into_iter().map(result).collect(),
+            usage: PromptUsage::new(head, replies),
+        }
     }
 }
 

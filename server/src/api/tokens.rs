@@ -7,7 +7,10 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::{Extension, Json};
-use serde_json::{Map, Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use steersman_engine::Error;
 use steersman_engine::request::{RawPrompt, Request};
 
 use super::App;
@@ -29,13 +32,40 @@ struct Tokenize {
     with_pieces: bool,
 }
 
+/// The tokens of a text.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Tokenized {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    /// With `return_token_strs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_strs: Option<Vec<String>>,
+}
+
+/// A text, under two names.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Detokenized {
+    prompt: String,
+    content: String,
+}
+
+/// The prompt of a chat.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Rendered {
+    prompt: String,
+}
+
 /// `POST /tokenize`: the tokens of a text (`prompt` or `content`), or of a conversation.
 pub async fn tokenize(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Tokenized>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
     let field = call.field;
     app.mcp.offer(&admission, &mut call.request, &mut Vec::new()).await;
@@ -43,17 +73,12 @@ pub async fn tokenize(
         let engine = &admission.engine;
         let tokens = engine.tokenize(&call.request);
         let tokens = tokens.map_err(|error| ApiError::from(error).in_fields(field, &[]))?;
-        let mut reply = json!({
-            "count": tokens.len(),
-            "max_model_len": engine.info().context,
-            "tokens": tokens,
-        });
-        if call.with_pieces {
-            let pieces: Result<Vec<_>, _> =
-                tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect();
-            reply["token_strs"] = pieces?.into();
-        }
-        Ok::<_, ApiError>(reply)
+        let texts = || -> Result<Vec<_>, Error> {
+            tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect()
+        };
+        let token_strs = call.with_pieces.then(texts).transpose()?;
+        let (count, max_model_len) = (tokens.len(), engine.info().context);
+        Ok::<_, ApiError>(Tokenized { count, max_model_len, tokens, token_strs })
     });
     Ok(Json(reply.await??))
 }
@@ -88,10 +113,10 @@ pub async fn detokenize(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Detokenized>, ApiError> {
     let (tokens, admission) = read(&app, &caller, &headers, body, parse_detokenize).await?;
     let text = app.bodies.work(move || admission.engine.detokenize("tokens", &tokens)).await??;
-    Ok(Json(json!({"prompt": text, "content": text})))
+    Ok(Json(Detokenized { prompt: text.clone(), content: text }))
 }
 
 fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, ApiError> {
@@ -107,12 +132,12 @@ pub async fn apply_template(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Rendered>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
     app.mcp.offer(&admission, &mut request, &mut Vec::new()).await;
     let prompt = app.bodies.work(move || admission.engine.render(&request)).await?;
     let prompt = prompt.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
-    Ok(Json(json!({"prompt": prompt})))
+    Ok(Json(Rendered { prompt }))
 }
 
 fn parse_chat(fields: Map<String, Value>) -> Result<Named<Request>, ApiError> {

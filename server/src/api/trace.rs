@@ -14,7 +14,9 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures_util::stream::unfold;
+use schemars::JsonSchema;
 use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
 use steersman_engine::policy::Record;
 use tokio::sync::mpsc;
 
@@ -30,13 +32,16 @@ pub const READERS: usize = 4;
 const PIECE_BYTES: usize = 64 << 10;
 const PIECES: usize = 4;
 
-/// Calls of the policies of one request.
-#[derive(Serialize)]
-struct TraceBody {
+/// Decisions that policies made in one request; records are lines of golden files.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields, rename = "Trace")]
+pub struct TraceBody {
     request: String,
+    #[schemars(with = "Vec<Map<String, Value>>")]
     records: Records,
     /// Calls of MCP tools.
     #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(with = "Vec<Map<String, Value>>")]
     tool_runs: Vec<Ran>,
 }
 

@@ -9,7 +9,7 @@ use std::sync::{LazyLock, Mutex};
 use axum::body::HttpBody;
 use axum::http::{Method, Request as ClientRequest};
 use jsonschema::Validator;
-use steersman::api::openapi::document;
+use steersman::api::document;
 
 use crate::*;
 

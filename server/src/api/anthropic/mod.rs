@@ -1,24 +1,27 @@
 //! Anthropic's protocol: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
+mod reply;
 mod request;
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse;
-use axum::{Extension, Json};
-use serde_json::{Map, Value, json};
-use steersman_engine::request::{CallDelta, Event, FinishReason, ToolCall, Usage};
+use serde_json::{Map, Value};
+use steersman_engine::request::{Arguments, CallDelta, Event};
 
+use self::reply::{ContentBlock, Delta};
+pub use self::reply::{InputTokens, MessageEvent, MessageReply, StreamEvent};
 use super::App;
 use super::access::Caller;
-use super::chat::extension;
-use super::error::{ApiError, Dialect};
-use super::openapi::Schemas;
+use super::error::ApiError;
+use super::extension::Extension;
 use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
-use super::reply::{self, Frames, Head, Part, Reply};
+use super::reply::{Frames, Head, Reply, usage};
+use super::schema::Schemas;
 use crate::mcp::Ran;
 
 /// The state of one response.
@@ -39,6 +42,8 @@ enum Kind {
 }
 
 impl Protocol for Messages {
+    type Whole = MessageReply;
+
     const ID: &'static str = "msg_";
 
     fn schema(schemas: &mut Schemas) -> Value {
@@ -54,33 +59,33 @@ impl Protocol for Messages {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        let message = message(head, &[], None, head.usage);
-        out.event("message_start", &json!({"type": "message_start", "message": message}));
-        out.event("ping", &json!({"type": "ping"}));
+        send(MessageEvent::MessageStart { message: MessageReply::new(head, &[], head.usage) }, out);
+        send(MessageEvent::Ping {}, out);
     }
 
     fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
         match event {
             Event::Reasoning(piece) => {
                 self.open(head, Kind::Thinking, out);
-                self.delta(&json!({"type": "thinking_delta", "thinking": piece}), out);
+                self.delta(Delta::ThinkingDelta { thinking: piece }, out);
             }
             Event::Answer(piece) => {
                 self.open(head, Kind::Text, out);
-                self.delta(&json!({"type": "text_delta", "text": piece}), out);
+                self.delta(Delta::TextDelta { text: piece }, out);
             }
             Event::CallDelta(CallDelta { id, name, arguments }) => {
                 if let Some(name) = name {
-                    self.open_tool_use(head, &id, &name, out);
+                    self.open_tool_use(head, id, name, out);
                 }
                 if !arguments.is_empty() {
-                    self.input(&arguments, out);
+                    self.input(arguments, out);
                 }
             }
             Event::ToolCall(call) => {
                 if self.open != Some(Kind::ToolUse) {
-                    self.open_tool_use(head, &call.id, &call.function.name, out);
-                    self.input(&call.function.arguments.to_json(), out);
+                    let (id, name) = (call.id.clone(), call.function.name.clone());
+                    self.open_tool_use(head, id, name, out);
+                    self.input(call.function.arguments.to_json(), out);
                 }
                 self.close(head, out);
             }
@@ -103,27 +108,21 @@ impl Protocol for Messages {
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
         self.close(head, out);
         let Some(reply) = replies.first() else { return };
-        let (stop_reason, stop_sequence) = stop(&reply.finished.reason);
-        let delta = json!({"stop_reason": stop_reason, "stop_sequence": stop_sequence});
-        let usage = usage(reply::usage(head, replies));
-        let extension = extension(head, &reply.finished);
-        let data = json!({
-            "type": "message_delta", "delta": delta, "usage": usage, "steersman": extension,
-        });
-        out.event("message_delta", &data);
-        out.event("message_stop", &json!({"type": "message_stop"}));
+        let delta = (&reply.finished.reason).into();
+        let usage = usage(head, replies).into();
+        let steersman = Extension::new(head, &reply.finished);
+        send(MessageEvent::MessageDelta { delta, usage, steersman }, out);
+        send(MessageEvent::MessageStop {}, out);
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
-        out.event("error", &error.body(Dialect::Anthropic));
+        out.event("error", &StreamEvent::Error(error.anthropic()));
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
-        let Some(reply) = replies.first() else { return Value::Null };
-        let usage = reply::usage(head, replies);
-        let mut message = message(head, &reply.parts, Some(&reply.finished.reason), usage);
-        message["steersman"] = extension(head, &reply.finished);
-        message
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> MessageReply {
+        let reply = replies.first().expect("a body has one request: `request::parse` makes it");
+        let message = MessageReply::new(head, &reply.parts, usage(head, replies));
+        message.ended((&reply.finished.reason).into(), Extension::new(head, &reply.finished))
     }
 
     fn keep_alive() -> sse::Event {
@@ -138,59 +137,62 @@ impl Messages {
             return;
         }
         self.close(head, out);
-        let part = match kind {
-            Kind::Thinking => Part::Reasoning(String::new()),
-            Kind::Text | Kind::ToolUse => Part::Answer(String::new()),
+        let block = match kind {
+            Kind::Thinking => {
+                ContentBlock::Thinking { thinking: String::new(), signature: String::new() }
+            }
+            Kind::Text | Kind::ToolUse => ContentBlock::Text { text: String::new() },
         };
-        self.start(&block(&part, ""), out);
+        self.start(block, out);
         self.open = Some(kind);
     }
 
     /// Begins a block of a call, whose input follows.
-    fn open_tool_use(&mut self, head: &Head, id: &str, name: &str, out: &mut Frames) {
+    fn open_tool_use(&mut self, head: &Head, id: String, name: String, out: &mut Frames) {
         self.close(head, out);
-        self.start(&json!({"type": "tool_use", "id": id, "name": name, "input": {}}), out);
+        self.start(ContentBlock::ToolUse { id, name, input: Arguments::default() }, out);
         self.open = Some(Kind::ToolUse);
     }
 
     /// A piece of the input of a call.
-    fn input(&self, json: &str, out: &mut Frames) {
-        self.delta(&json!({"type": "input_json_delta", "partial_json": json}), out);
+    fn input(&self, partial_json: String, out: &mut Frames) {
+        self.delta(Delta::InputJsonDelta { partial_json }, out);
     }
 
     /// Ends the open block.
     fn close(&mut self, head: &Head, out: &mut Frames) {
         let Some(kind) = self.open.take() else { return };
         if kind == Kind::Thinking {
-            self.delta(&json!({"type": "signature_delta", "signature": head.id}), out);
+            self.delta(Delta::SignatureDelta { signature: head.id.clone() }, out);
         }
         self.stop(out);
     }
 
-    fn start(&self, block: &Value, out: &mut Frames) {
-        let name = "content_block_start";
-        out.event(name, &json!({"type": name, "index": self.blocks, "content_block": block}));
+    fn start(&self, content_block: ContentBlock, out: &mut Frames) {
+        send(MessageEvent::ContentBlockStart { index: self.blocks, content_block }, out);
     }
 
-    fn delta(&self, delta: &Value, out: &mut Frames) {
-        let name = "content_block_delta";
-        out.event(name, &json!({"type": name, "index": self.blocks, "delta": delta}));
+    fn delta(&self, delta: Delta, out: &mut Frames) {
+        send(MessageEvent::ContentBlockDelta { index: self.blocks, delta }, out);
     }
 
     fn stop(&mut self, out: &mut Frames) {
-        let name = "content_block_stop";
-        out.event(name, &json!({"type": name, "index": self.blocks}));
+        send(MessageEvent::ContentBlockStop { index: self.blocks }, out);
         self.blocks += 1;
     }
+}
+
+fn send(event: MessageEvent, out: &mut Frames) {
+    out.event(event.name(), &StreamEvent::Message(event));
 }
 
 /// `POST /v1/messages/count_tokens`: the tokens of the prompt, before policies change it.
 pub async fn count_tokens(
     State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
+    axum::Extension(caller): axum::Extension<Caller>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<InputTokens>, ApiError> {
     let body = read_json(&app, &headers, body, JSON).await?;
     let Parsed { model, call, .. } = app.bodies.parse(body.bytes, request::parse).await?;
     let admission = admit(&app, &caller, &headers, model).await?;
@@ -203,62 +205,6 @@ pub async fn count_tokens(
         counts.sum::<Result<usize, steersman_engine::Error>>()
     });
     let tokens = tokens.await?;
-    let tokens = tokens.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
-    Ok(Json(json!({"input_tokens": tokens})))
-}
-
-fn message(head: &Head, parts: &[Part], reason: Option<&FinishReason>, count: Usage) -> Value {
-    let (stop_reason, stop_sequence) = reason.map_or((None, None), stop);
-    let content = parts.iter().filter(|part| !matches!(part, Part::Ran(_)));
-    let content: Vec<_> = content.map(|part| block(part, &head.id)).collect();
-    json!({
-        "id": head.id,
-        "type": "message",
-        "role": "assistant",
-        "model": head.model,
-        "content": content,
-        "stop_reason": stop_reason,
-        "stop_sequence": stop_sequence,
-        "usage": usage(count),
-    })
-}
-
-/// A block. Clients keep reasoning only if it has a signature, which nothing here verifies.
-fn block(part: &Part, signature: &str) -> Value {
-    match part {
-        Part::Reasoning(text) => {
-            json!({"type": "thinking", "thinking": text, "signature": signature})
-        }
-        Part::Answer(text) => json!({"type": "text", "text": text}),
-        // Only streams have open calls, and they send their parts as they come. What this server ran is no
-        // block: official clients know none for it.
-        Part::OpenCall { .. } | Part::Ran(_) => Value::Null,
-        Part::ToolCall(call) => tool_use(call),
-    }
-}
-
-fn tool_use(call: &ToolCall) -> Value {
-    let (name, input) = (&call.function.name, &call.function.arguments);
-    json!({"type": "tool_use", "id": call.id, "name": name, "input": input})
-}
-
-/// `stop_reason` and `stop_sequence`.
-fn stop(reason: &FinishReason) -> (Option<&'static str>, Option<&str>) {
-    match reason {
-        FinishReason::Stop | FinishReason::Policy(_) => (Some("end_turn"), None),
-        FinishReason::StopString(stop) => (Some("stop_sequence"), Some(stop)),
-        FinishReason::Length => (Some("max_tokens"), None),
-        FinishReason::ToolCalls => (Some("tool_use"), None),
-    }
-}
-
-/// `usage`: tokens that were restored from saved state are counted apart.
-fn usage(usage: Usage) -> Value {
-    json!({
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.reply_tokens(),
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-    })
+    let tokens = tokens.map_err(|error| ApiError::from(error).in_fields("messages", &[]));
+    Ok(Json(InputTokens { input_tokens: tokens? }))
 }

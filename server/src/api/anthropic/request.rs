@@ -11,11 +11,11 @@ use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, Tool
 
 use super::Messages;
 use crate::api::error::ApiError;
-use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{EffortWord, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::schema::Schemas;
+use crate::api::schema::shapes::{EffortWord, TextOrItems};
 use crate::api::unknown::{Unknown, fields_of};
 use crate::api::{fields, json};
 

@@ -8,8 +8,8 @@ use serde_json::Value;
 use steersman_engine::request::{Message, ToolCall};
 
 use crate::api::error::ApiError;
-use crate::api::openapi::shapes::Content;
 use crate::api::params;
+use crate::api::schema::shapes::Content;
 
 /// One message as the client sends it.
 #[derive(Deserialize, JsonSchema)]

@@ -11,12 +11,12 @@ use steersman_engine::request::Request;
 use super::Chat;
 use super::message::{self, MessageBody};
 use crate::api::error::ApiError;
-use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{EffortWord, Structure, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability::{self, Probability};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::schema::Schemas;
+use crate::api::schema::shapes::{EffortWord, Structure, Texts, Tool};
 use crate::api::{fields, json, structure};
 
 /// The fields of the body that have an effect.

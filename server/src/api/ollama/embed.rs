@@ -5,18 +5,19 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use steersman_engine::request::{Embedding, RawPrompt};
+use serde_json::{Map, Value};
+use steersman_engine::request::{Embedding, Finished, RawPrompt};
 
+use super::reply::{EmbedReply, Embedded, OneEmbedding};
 use super::request::{check_options, keep_alive, options_schema};
-use crate::api::chat::extension;
 use crate::api::completions::place_of;
-use crate::api::embeddings::{self, TEXTS};
+use crate::api::embeddings::{self, TEXTS, numbers};
 use crate::api::error::ApiError;
-use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{KeepAliveBody, Texts};
+use crate::api::extension::Extension;
 use crate::api::protocol::{Call, Parsed, Protocol};
-use crate::api::reply::{self, Head, Reply};
+use crate::api::reply::{Head, Reply, usage};
+use crate::api::schema::Schemas;
+use crate::api::schema::shapes::{KeepAliveBody, Texts};
 use crate::api::{fields, json};
 
 /// The state of one response: of `/api/embed` if `MANY`, else of `/api/embeddings`.
@@ -83,6 +84,8 @@ impl<const MANY: bool> Embed<MANY> {
 }
 
 impl<const MANY: bool> Protocol for Embed<MANY> {
+    type Whole = EmbedReply;
+
     const ID: &'static str = "ollama-";
     // As for the other routes of Ollama.
     const CONTENT_TYPE: Option<&'static str> = None;
@@ -109,27 +112,27 @@ impl<const MANY: bool> Protocol for Embed<MANY> {
         self.keep_alive
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
-        let vectors = || replies.iter().map(|reply| reply.embedding.as_slice());
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> EmbedReply {
+        let mut vectors = replies.iter().map(|reply| numbers(&reply.embedding));
         if !MANY {
-            return json!({"embedding": vectors().next().unwrap_or_default()});
+            let embedding = vectors.next().unwrap_or_default();
+            return EmbedReply::One(OneEmbedding { embedding });
         }
-        let mut whole = json!({
-            "model": head.model,
-            "embeddings": vectors().collect::<Vec<_>>(),
-            "total_duration": head.times.ended,
-            "load_duration": head.times.started,
-            "prompt_eval_count": reply::usage(head, replies).prompt_tokens,
-        });
-        if let Some(first) = replies.first() {
-            let mut finished = first.finished.clone();
+        let steersman = replies.first().map(|first| {
             let notes = replies.iter().enumerate().flat_map(|(index, reply)| {
                 let place = self.prompt_field(index);
                 reply.finished.notes.iter().map(move |note| format!("{place}: {note}"))
             });
-            finished.notes = notes.collect();
-            whole["steersman"] = extension(head, &finished);
-        }
-        whole
+            let finished = Finished { notes: notes.collect(), ..first.finished.clone() };
+            Extension::new(head, &finished)
+        });
+        EmbedReply::Many(Embedded {
+            model: head.model.clone(),
+            embeddings: vectors.collect(),
+            total_duration: head.times.ended,
+            load_duration: head.times.started,
+            prompt_eval_count: usage(head, replies).prompt_tokens,
+            steersman,
+        })
     }
 }

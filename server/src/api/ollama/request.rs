@@ -9,12 +9,12 @@ use serde_json::{Map, Value};
 use steersman_engine::request::{Message, Penalties, RawPrompt, Request};
 
 use crate::api::error::ApiError;
-use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{EffortWord, Format, KeepAliveBody, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::schema::Schemas;
+use crate::api::schema::shapes::{EffortWord, Format, KeepAliveBody, Texts, Tool};
 use crate::api::{fields, json};
 
 /// Tokens that `repeat_penalty` counts if the client does not say.

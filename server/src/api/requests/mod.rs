@@ -12,24 +12,32 @@ use axum::response::sse::{self, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use futures_util::stream::unfold;
-use serde_json::{Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use super::App;
 use super::access::Caller;
 use super::error::ApiError;
-use register::{Entry, Frame, Watched};
+use register::{Entry, Frame, ListedRequest, Watched};
 
 /// Time between two reports of how far a watched request is.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
+
+/// Requests that run, and the newest ones that have ended.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct RequestList {
+    requests: Vec<ListedRequest>,
+}
 
 /// `GET /v1/requests`. Other callers than operators see the requests of their profiles, without ids: an id opens
 /// a trace.
 pub async fn list(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
-) -> Json<Value> {
+) -> Json<RequestList> {
     let is_operator = caller == Caller::Operator;
     let sees = |entry: &Entry| {
         is_operator
@@ -37,8 +45,7 @@ pub async fn list(
     };
     let entries = app.register.entries();
     let entries = entries.iter().filter(|entry| sees(entry));
-    let requests: Vec<Value> = entries.map(|entry| entry.describe(is_operator)).collect();
-    Json(json!({"requests": requests}))
+    Json(RequestList { requests: entries.map(|entry| entry.describe(is_operator)).collect() })
 }
 
 /// `GET /v1/requests/{id}/events`, for operators.
@@ -95,7 +102,7 @@ impl Watch {
         if self.ended {
             return None;
         }
-        let describe = |event| Frame { event, data: self.entry.describe(true).to_string() };
+        let describe = |event| Frame::request(event, &self.entry.describe(true));
         tokio::select! {
             frame = self.watched.received.recv() => match frame {
                 Some(frame) => {

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use serde_json::{Map, Value, json};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::json;
 use steersman_engine::report::{Live, Stage};
 use steersman_engine::request::{Event, FinishReason, Usage};
 use tokio::sync::{Semaphore, mpsc};
@@ -168,7 +170,7 @@ impl Entry {
     }
 
     /// What it is and how far it is. `id` is left out unless `shows_id`: it opens the trace.
-    pub fn describe(&self, shows_id: bool) -> Value {
+    pub fn describe(&self, shows_id: bool) -> ListedRequest {
         let state = self.state.lock();
         let elapsed_ms = self.clock.elapsed().as_millis() as u64;
         let stages: Vec<Stage> = state.live.iter().map(|live| live.stage()).collect();
@@ -178,55 +180,94 @@ impl Entry {
         let is_decoded =
             |stage: &&Stage| matches!(stage, Stage::Reasoning | Stage::Answer | Stage::ToolCall);
         let stage = stages.iter().find(is_decoded).or(stages.first());
-        let mut body = json!({
-            "number": self.number,
-            "id": shows_id.then_some(&self.id),
-            "route": self.route,
-            "profile": state.profile,
-            "model": state.model,
-            "stream": state.stream,
-            "choices": state.live.len(),
-            "arrived": self.arrived.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
-            "phase": stage.copied().unwrap_or_default().name(),
-            "elapsed_ms": elapsed_ms,
-            "first_piece_ms": state.first_piece_ms,
-            "prompt_tokens": state.prompt_tokens,
-            "cached_tokens": state.cached_tokens,
-            "prefilled_tokens": prefilled.max(state.cached_tokens),
-            "reply_tokens": reply,
-            "max_tokens": state.max_tokens,
-            "max_answer_tokens": state.max_answer_tokens,
-            "notes": state.notes.len(),
-        });
-        let mut until = elapsed_ms;
+        let mut listed = ListedRequest {
+            number: self.number,
+            id: shows_id.then(|| self.id.clone()),
+            route: self.route.clone(),
+            profile: state.profile.clone(),
+            model: state.model.clone(),
+            stream: state.stream,
+            choices: state.live.len(),
+            arrived: self.arrived.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            phase: stage.copied().unwrap_or_default().name(),
+            elapsed_ms,
+            first_piece_ms: state.first_piece_ms,
+            prompt_tokens: state.prompt_tokens,
+            cached_tokens: state.cached_tokens,
+            prefilled_tokens: prefilled.max(state.cached_tokens),
+            reply_tokens: reply,
+            max_tokens: state.max_tokens,
+            max_answer_tokens: state.max_answer_tokens,
+            notes: state.notes.len(),
+            end: None,
+            tokens_per_second: None,
+        };
         if let Some(end) = &state.end {
-            until = end.total_ms;
-            let ended = json!({
-                "phase": end.phase,
-                "elapsed_ms": end.total_ms,
-                "reply_tokens": reply.max(end.usage.map_or(0, |usage| usage.reply_tokens())),
-                "reasoning_tokens": end.usage.map(|usage| usage.reasoning_tokens),
-                "answer_tokens": end.usage.map(|usage| usage.answer_tokens),
-                "drafted_tokens": end.usage.map(|usage| usage.drafted_tokens),
-                "accepted_tokens": end.usage.map(|usage| usage.accepted_tokens),
-                "reason": end.reason,
-                "status": end.error.map(|(status, _)| status),
-                "error": end.error.map(|(_, code)| code),
+            let reply_tokens = end.usage.map_or(0, |usage| usage.reply_tokens());
+            listed.phase = end.phase;
+            listed.elapsed_ms = end.total_ms;
+            listed.reply_tokens = reply.max(reply_tokens);
+            listed.end = Some(ListedEnd {
+                reasoning_tokens: end.usage.map(|usage| usage.reasoning_tokens),
+                answer_tokens: end.usage.map(|usage| usage.answer_tokens),
+                drafted_tokens: end.usage.map(|usage| usage.drafted_tokens),
+                accepted_tokens: end.usage.map(|usage| usage.accepted_tokens),
+                reason: end.reason.clone(),
+                status: end.error.map(|(status, _)| status),
+                error: end.error.map(|(_, code)| code),
             });
-            extend(&mut body, ended);
         }
-        let tokens = body["reply_tokens"].as_u64().unwrap_or(0);
+        let until = listed.elapsed_ms;
         let seconds = state.first_piece_ms.map(|first| until.saturating_sub(first) as f64 / 1e3);
-        let rate = seconds.filter(|seconds| *seconds > 0.0).map(|seconds| tokens as f64 / seconds);
-        body["tokens_per_second"] = rate.map(|rate| (rate * 10.0).round() / 10.0).into();
-        body
+        let tokens = f64::from(listed.reply_tokens);
+        let rate = seconds.filter(|seconds| *seconds > 0.0).map(|seconds| tokens / seconds);
+        listed.tokens_per_second = rate.map(|rate| (rate * 10.0).round() / 10.0);
+        listed
     }
 }
 
-fn extend(body: &mut Value, more: Value) {
-    if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
-        body.extend::<Map<_, _>>(more);
-    }
+/// A request as clients see it.
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct ListedRequest {
+    number: u64,
+    /// For operators: it opens the trace.
+    id: Option<String>,
+    route: String,
+    profile: Option<String>,
+    model: Option<String>,
+    stream: bool,
+    choices: usize,
+    /// Seconds since 1970.
+    arrived: u64,
+    phase: &'static str,
+    elapsed_ms: u64,
+    /// Milliseconds until the first piece of the reply.
+    first_piece_ms: Option<u64>,
+    prompt_tokens: u32,
+    cached_tokens: u32,
+    prefilled_tokens: u32,
+    reply_tokens: u32,
+    /// Limit on all tokens of the reply.
+    max_tokens: u32,
+    /// Limit on answer and tool calls, if they are limited apart from the reasoning.
+    max_answer_tokens: Option<u32>,
+    notes: usize,
+    #[serde(flatten)]
+    end: Option<ListedEnd>,
+    tokens_per_second: Option<f64>,
+}
+
+/// How a request ended.
+#[derive(Debug, Serialize, JsonSchema)]
+struct ListedEnd {
+    reasoning_tokens: Option<u32>,
+    answer_tokens: Option<u32>,
+    drafted_tokens: Option<u32>,
+    accepted_tokens: Option<u32>,
+    reason: Option<String>,
+    status: Option<u16>,
+    error: Option<&'static str>,
 }
 
 /// A part of what a watcher gets: a server-sent event.
@@ -237,6 +278,12 @@ pub struct Frame {
 }
 
 impl Frame {
+    /// What a request is and how far it is, as an event of this type.
+    pub fn request(event: &'static str, listed: &ListedRequest) -> Self {
+        let data = serde_json::to_string(listed).expect("a request has string keys only");
+        Self { event, data }
+    }
+
     /// The next text of a kind: `reasoning`, `answer` or `call`.
     fn text(choice: usize, kind: &str, text: &str) -> Self {
         let data = json!({"choice": choice, "kind": kind, "text": text}).to_string();
@@ -485,6 +532,8 @@ fn frames_so_far<'a>(
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     fn note(at: usize, text: &str) -> Note {

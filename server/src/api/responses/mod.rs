@@ -1,27 +1,31 @@
 //! OpenAI's responses: `POST /v1/responses`, and what was stored of them.
 
+mod reply;
 mod request;
 pub mod store;
 mod stored;
 
 use std::sync::Arc;
 
-use serde_json::{Map, Value, json};
-use steersman_engine::request::{
-    CallDelta, Event, FinishReason, Message, Request, ToolCall, Usage,
-};
+use serde_json::{Map, Value};
+use steersman_engine::request::{CallDelta, Event, FinishReason, Message, Request, ToolCall};
 
+pub use self::reply::{DeletedResponse, InputItems, ResponseBody, ResponseEvent};
 pub use self::stored::{delete, get, input_items};
 
+use self::reply::{
+    CallItem, Incomplete, McpCallItem, MessageItem, OutputItem, OutputPart, ReasoningItem,
+    ResponseError, Status,
+};
 use self::request::assistant;
 use self::store::{ResponseStore, Stored};
-use super::chat::extension;
 use super::error::ApiError;
-use super::openapi::Schemas;
+use super::extension::Extension;
 use super::params;
-use super::probability;
+use super::probability::TokenProbabilities;
 use super::protocol::{Parsed, Place, Protocol};
-use super::reply::{self, Frames, Head, Part, Reply};
+use super::reply::{Frames, Head, Part, Reply, usage};
+use super::schema::Schemas;
 use crate::mcp::Ran;
 
 /// The state of one response.
@@ -47,14 +51,16 @@ pub struct Responses {
     /// The item that a stream has begun and not ended, as far as it has arrived.
     open: Option<Part>,
     /// Probabilities of the tokens of the open item.
-    logprobs: Vec<Value>,
+    logprobs: Vec<TokenProbabilities>,
     /// Probabilities of tokens whose text has not arrived.
-    next_logprobs: Vec<Value>,
+    next_logprobs: Vec<TokenProbabilities>,
     /// Number of items that a stream has ended.
     items: usize,
 }
 
 impl Protocol for Responses {
+    type Whole = ResponseBody;
+
     const ID: &'static str = "resp_";
 
     const REPEATS_LOGPROBS: bool = true;
@@ -91,9 +97,9 @@ impl Protocol for Responses {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        let response = self.response(head, "in_progress", Vec::new());
-        self.send("response.created", json!({"response": response}), out);
-        self.send("response.in_progress", json!({"response": response}), out);
+        let response = self.response(head, Status::InProgress, Vec::new());
+        self.send_response("response.created", response.clone(), out);
+        self.send_response("response.in_progress", response, out);
     }
 
     fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
@@ -128,7 +134,7 @@ impl Protocol for Responses {
                 self.close(head, false, out);
             }
             Event::Logprob(logprob) => {
-                self.next_logprobs.push(probability::chat_logprob(&logprob));
+                self.next_logprobs.push((&logprob).into());
             }
             Event::Started { .. }
             | Event::Rewound { .. }
@@ -145,24 +151,25 @@ impl Protocol for Responses {
         self.close(head, false, out);
         let part = Part::Ran(ran.clone());
         self.next_logprobs.clear();
-        let index = self.items;
-        let mut begun = self.item(head, index, &part, &[], "in_progress");
-        let whole = self.item(head, index, &part, &[], ended(&part, false));
-        begun["arguments"] = "".into();
-        begun["output"] = Value::Null;
-        begun["error"] = Value::Null;
-        let added = json!({"output_index": index, "item": begun});
-        self.send("response.output_item.added", added, out);
-        let arguments = json!({"arguments": ran.arguments});
-        self.send_of_item(head, &part, "response.mcp_call.in_progress", json!({}), out);
+        let begun = McpCallItem {
+            status: Status::InProgress,
+            arguments: Some(String::new()),
+            output: None,
+            error: None,
+            ..mcp_call(head, self.items, ran)
+        };
+        self.send_item("response.output_item.added", OutputItem::McpCall(begun), out);
+        let none = ResponseEvent::default;
+        self.send_of_item(head, &part, "response.mcp_call.in_progress", none(), out);
+        let arguments = ResponseEvent { arguments: ran.arguments.clone(), ..none() };
         self.send_of_item(head, &part, "response.mcp_call_arguments.done", arguments, out);
         let name = match ran.is_error {
             true => "response.mcp_call.failed",
             false => "response.mcp_call.completed",
         };
-        self.send_of_item(head, &part, name, json!({}), out);
-        let done = json!({"output_index": index, "item": whole});
-        self.send("response.output_item.done", done, out);
+        self.send_of_item(head, &part, name, none(), out);
+        let whole = mcp_call(head, self.items, ran);
+        self.send_item("response.output_item.done", OutputItem::McpCall(whole), out);
         self.items += 1;
     }
 
@@ -170,79 +177,78 @@ impl Protocol for Responses {
         let is_cut = replies.first().is_some_and(is_cut);
         self.close(head, is_cut, out);
         let response = self.whole(head, replies);
-        let name = match response["status"].as_str() {
-            Some("incomplete") => "response.incomplete",
+        let name = match response.status {
+            Status::Incomplete => "response.incomplete",
             _ => "response.completed",
         };
-        self.send(name, json!({"response": response}), out);
+        self.send_response(name, response, out);
     }
 
     fn fail(&mut self, head: &Head, error: &ApiError, out: &mut Frames) {
-        let mut response = self.response(head, "failed", Vec::new());
-        response["error"] = json!({"code": error.code, "message": error.message});
-        self.send("response.failed", json!({"response": response}), out);
+        let (code, message) = (error.code, error.message.clone());
+        let failed = ResponseBody {
+            error: Some(ResponseError { code, message }),
+            ..self.response(head, Status::Failed, Vec::new())
+        };
+        self.send_response("response.failed", failed, out);
     }
 
-    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
-        let Some(reply) = replies.first() else { return Value::Null };
-        let finished = &reply.finished;
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> ResponseBody {
+        let reply = replies.first().expect("a body has one request: `request::parse` makes it");
         let is_whole = !is_cut(reply);
-        let status = if is_whole { "completed" } else { "incomplete" };
+        let status = if is_whole { Status::Completed } else { Status::Incomplete };
         let item = |(index, part): (usize, &Part)| {
-            let logprobs =
-                reply.logprobs_of(index).map(|logprob| probability::chat_logprob(&logprob));
+            let logprobs = reply.logprobs_of(index).map(|logprob| (&logprob).into()).collect();
             let is_cut = !is_whole && index + 1 == reply.parts.len();
-            let status = ended(part, is_cut);
-            self.item(head, index, part, &logprobs.collect::<Vec<_>>(), status)
+            self.item(head, index, part, logprobs, ended(part, is_cut))
         };
         let output = reply.parts.iter().enumerate().map(item).collect();
+        let mut extension = Extension::new(head, &reply.finished);
         let mut response = self.response(head, status, output);
-        if !is_whole {
-            response["incomplete_details"] = json!({"reason": "max_output_tokens"});
-        }
-        response["usage"] = usage(reply::usage(head, replies));
-        response["steersman"] = extension(head, finished);
+        response.incomplete_details =
+            (!is_whole).then_some(Incomplete { reason: "max_output_tokens" });
+        response.usage = Some(usage(head, replies).into());
         if let Some(store) = &self.store {
             let mut messages = std::mem::take(&mut self.messages);
             messages.extend(turns(reply));
             let (profile, input) = (head.profile.clone(), std::mem::take(&mut self.input));
-            let stored = Stored { profile, messages, input, response: response.clone() };
+            let sent = ResponseBody { steersman: Some(extension.clone()), ..response.clone() };
+            let response_json =
+                serde_json::to_value(&sent).expect("a response has string keys only");
+            let stored = Stored { profile, messages, input, response: response_json };
             // Before the client has the id, with which its next request may come at once.
             if let Err(error) = store.put(&head.id, &stored) {
-                response["store"] = false.into();
-                let note = format!(
+                response.repeated.insert("store".into(), false.into());
+                extension.notes.push(format!(
                     "the response was not stored ({error}): its id cannot be used as previous_response_id; send \
                      the conversation as input"
-                );
-                if let Some(notes) = response["steersman"]["notes"].as_array_mut() {
-                    notes.push(note.into());
-                }
+                ));
             }
         }
+        response.steersman = Some(extension);
         response
     }
 }
 
 impl Responses {
     /// A response with these items.
-    fn response(&self, head: &Head, status: &str, output: Vec<Value>) -> Value {
-        let mut response = json!({
-            "id": head.id,
-            "object": "response",
-            "created_at": head.created,
-            "status": status,
-            "background": false,
-            "error": null,
-            "incomplete_details": null,
-            "model": head.model,
-            "output": output,
-            "usage": null,
-        });
-        if let Some(response) = response.as_object_mut() {
-            response.extend(self.repeated.clone());
-            response.insert("store".into(), self.store.is_some().into());
+    fn response(&self, head: &Head, status: Status, output: Vec<OutputItem>) -> ResponseBody {
+        let mut repeated = self.repeated.clone();
+        repeated.insert("store".into(), self.store.is_some().into());
+        ResponseBody {
+            id: head.id.clone(),
+            object: "response",
+            created_at: head.created,
+            status,
+            background: false,
+            error: None,
+            incomplete_details: None,
+            model: head.model.clone(),
+            output,
+            usage: None,
+            repeated,
+            steersman: None,
         }
-        response
     }
 
     /// Item `index` of the output, with the probabilities of its tokens.
@@ -251,67 +257,73 @@ impl Responses {
         head: &Head,
         index: usize,
         part: &Part,
-        logprobs: &[Value],
-        status: &str,
-    ) -> Value {
+        logprobs: Vec<TokenProbabilities>,
+        status: Status,
+    ) -> OutputItem {
         let id = item_id(head, index, part);
+        let call = |id, call_id: &str, name: &str, arguments| {
+            let (call_id, name) = (call_id.into(), name.into());
+            OutputItem::Call(CallItem {
+                id,
+                kind: "function_call",
+                call_id,
+                status,
+                name,
+                arguments,
+            })
+        };
         match part {
             Part::Reasoning(_) => {
-                let content = self.content(part, logprobs);
-                let (summary, content) =
-                    if self.summarizes { (content, json!([])) } else { (json!([]), content) };
-                json!({"id": id, "type": "reasoning", "summary": summary, "content": content,
-                       "status": status})
-            }
-            Part::Answer(_) => json!({
-                "id": id, "type": "message", "role": "assistant", "status": status,
-                "content": self.content(part, logprobs),
-            }),
-            Part::OpenCall { id: call_id, name, arguments } => json!({
-                "id": id, "type": "function_call", "call_id": call_id, "status": status,
-                "name": name, "arguments": arguments,
-            }),
-            Part::ToolCall(call) => json!({
-                "id": id, "type": "function_call", "call_id": call.id, "status": status,
-                "name": call.function.name, "arguments": arguments_of(call),
-            }),
-            Part::Ran(ran) => {
-                let (server, name) = ran.server_and_tool();
-                let (output, error) =
-                    if ran.is_error { (None, &ran.output) } else { (ran.output.as_ref(), &None) };
-                json!({
-                    "id": id, "type": "mcp_call", "status": status, "server_label": server,
-                    "name": name, "arguments": ran.arguments, "output": output, "error": error,
-                    "approval_request_id": null,
+                let (text, none) = (self.content(part, logprobs), Vec::new());
+                let (summary, content) = if self.summarizes { (text, none) } else { (none, text) };
+                OutputItem::Reasoning(ReasoningItem {
+                    id,
+                    kind: "reasoning",
+                    summary,
+                    content,
+                    status,
                 })
+            }
+            Part::Answer(_) => {
+                let content = self.content(part, logprobs);
+                let (kind, role) = ("message", "assistant");
+                OutputItem::Message(MessageItem { id, kind, role, status, content })
+            }
+            Part::OpenCall { id: call_id, name, arguments } => {
+                call(id, call_id, name, arguments.clone())
+            }
+            Part::ToolCall(whole) => call(id, &whole.id, &whole.function.name, arguments_of(whole)),
+            Part::Ran(ran) => {
+                OutputItem::McpCall(McpCallItem { status, ..mcp_call(head, index, ran) })
             }
         }
     }
 
     /// The content of an item with text; empty before its text has begun.
-    fn content(&self, part: &Part, logprobs: &[Value]) -> Value {
+    fn content(&self, part: &Part, logprobs: Vec<TokenProbabilities>) -> Vec<OutputPart> {
         match part {
-            Part::Reasoning(text) | Part::Answer(text) if text.is_empty() => json!([]),
-            part => json!([self.text_part(part, logprobs)]),
+            Part::Reasoning(text) | Part::Answer(text) if text.is_empty() => Vec::new(),
+            part => self.text_part(part, logprobs).into_iter().collect(),
         }
     }
 
-    fn text_part(&self, part: &Part, logprobs: &[Value]) -> Value {
+    /// The part of an item with text.
+    fn text_part(&self, part: &Part, logprobs: Vec<TokenProbabilities>) -> Option<OutputPart> {
         match part {
             Part::Reasoning(text) if self.summarizes => {
-                json!({"type": "summary_text", "text": text})
+                Some(OutputPart::SummaryText { text: text.clone() })
             }
-            Part::Reasoning(text) => json!({"type": "reasoning_text", "text": text}),
-            Part::Answer(text) => json!({
-                "type": "output_text", "text": text, "annotations": [], "logprobs": logprobs,
-            }),
-            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => Value::Null,
+            Part::Reasoning(text) => Some(OutputPart::ReasoningText { text: text.clone() }),
+            Part::Answer(text) => {
+                Some(OutputPart::OutputText { text: text.clone(), annotations: [], logprobs })
+            }
+            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => None,
         }
     }
 
-    /// Names of the events of `part`: part added, text delta, text done, part done; then the name of its
-    /// index field. The arguments of a call are not a part of an item and have no index.
-    fn words(&self, part: &Part) -> [&'static str; 5] {
+    /// Names of the events of `part`: part added, text delta, text done, part done. The arguments of a call are not a
+    /// part of an item.
+    fn words(&self, part: &Part) -> [&'static str; 4] {
         const CONTENT: [&str; 2] = ["response.content_part.added", "response.content_part.done"];
         match part {
             Part::Reasoning(_) if self.summarizes => [
@@ -319,30 +331,35 @@ impl Responses {
                 "response.reasoning_summary_text.delta",
                 "response.reasoning_summary_text.done",
                 "response.reasoning_summary_part.done",
-                "summary_index",
             ],
             Part::Reasoning(_) => [
                 CONTENT[0],
                 "response.reasoning_text.delta",
                 "response.reasoning_text.done",
                 CONTENT[1],
-                "content_index",
             ],
             Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => [
                 "",
                 "response.function_call_arguments.delta",
                 "response.function_call_arguments.done",
                 "",
-                "",
             ],
-            Part::Answer(_) => [
-                CONTENT[0],
-                "response.output_text.delta",
-                "response.output_text.done",
-                CONTENT[1],
-                "content_index",
-            ],
+            Part::Answer(_) => {
+                [CONTENT[0], "response.output_text.delta", "response.output_text.done", CONTENT[1]]
+            }
         }
+    }
+
+    /// An event about `part`, with the index of its text in the item: an item has one text. The arguments of a call have
+    /// no index.
+    fn indexed(&self, part: &Part) -> ResponseEvent {
+        let (mut summary_index, mut content_index) = (None, None);
+        match part {
+            Part::Reasoning(_) if self.summarizes => summary_index = Some(0),
+            Part::Reasoning(_) | Part::Answer(_) => content_index = Some(0),
+            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => {}
+        }
+        ResponseEvent { summary_index, content_index, ..ResponseEvent::default() }
     }
 
     /// Begins an item with an empty part.
@@ -352,13 +369,13 @@ impl Responses {
             // Of tokens without a text, such as the tag of a call.
             self.next_logprobs.clear();
         }
-        let item = self.item(head, self.items, &part, &[], "in_progress");
-        let added = json!({"output_index": self.items, "item": item});
-        self.send("response.output_item.added", added, out);
+        let item = self.item(head, self.items, &part, Vec::new(), Status::InProgress);
+        self.send_item("response.output_item.added", item, out);
         if !matches!(part, Part::OpenCall { .. }) {
-            let [added, .., index] = self.words(&part);
-            let fields = json!({index: 0, "part": self.text_part(&part, &[])});
-            self.send_of_item(head, &part, added, fields, out);
+            let [added, ..] = self.words(&part);
+            let text = self.text_part(&part, Vec::new());
+            let event = ResponseEvent { part: text, ..self.indexed(&part) };
+            self.send_of_item(head, &part, added, event, out);
         }
         self.open = Some(part);
     }
@@ -371,17 +388,14 @@ impl Responses {
         {
             *text += &piece;
         }
-        let [_, delta, .., index] = self.words(&part);
-        let mut fields = json!({"delta": piece});
-        if !index.is_empty() {
-            fields[index] = json!(0);
-        }
+        let [_, delta, ..] = self.words(&part);
+        let mut event = ResponseEvent { delta: Some(piece), ..self.indexed(&part) };
         if let Part::Answer(_) = part {
             let logprobs = std::mem::take(&mut self.next_logprobs);
             self.logprobs.extend(logprobs.iter().cloned());
-            fields["logprobs"] = logprobs.into();
+            event.logprobs = Some(logprobs);
         }
-        self.send_of_item(head, &part, delta, fields, out);
+        self.send_of_item(head, &part, delta, event, out);
         self.open = Some(part);
     }
 
@@ -392,29 +406,47 @@ impl Responses {
         if let Part::Answer(_) = part {
             logprobs.append(&mut self.next_logprobs);
         }
+        let [_, _, text_done, part_done] = self.words(&part);
         match &part {
             // A limit cut it off.
             Part::OpenCall { .. } | Part::Ran(_) => {}
             Part::ToolCall(call) => {
-                let [_, _, done, ..] = self.words(&part);
-                let fields = json!({"name": call.function.name, "arguments": arguments_of(call)});
-                self.send_of_item(head, &part, done, fields, out);
+                let (name, arguments) = (call.function.name.clone(), arguments_of(call));
+                let event = ResponseEvent {
+                    name: Some(name),
+                    arguments: Some(arguments),
+                    ..self.indexed(&part)
+                };
+                self.send_of_item(head, &part, text_done, event, out);
             }
             Part::Reasoning(text) | Part::Answer(text) => {
-                let [_, _, text_done, part_done, index] = self.words(&part);
-                let mut fields = json!({index: 0, "text": text});
-                if let Part::Answer(_) = part {
-                    fields["logprobs"] = json!(logprobs);
-                }
-                self.send_of_item(head, &part, text_done, fields, out);
-                let fields = json!({index: 0, "part": self.text_part(&part, &logprobs)});
-                self.send_of_item(head, &part, part_done, fields, out);
+                let is_answer = matches!(part, Part::Answer(_));
+                let event = ResponseEvent {
+                    text: Some(text.clone()),
+                    logprobs: is_answer.then(|| logprobs.clone()),
+                    ..self.indexed(&part)
+                };
+                self.send_of_item(head, &part, text_done, event, out);
+                let whole = self.text_part(&part, logprobs.clone());
+                let event = ResponseEvent { part: whole, ..self.indexed(&part) };
+                self.send_of_item(head, &part, part_done, event, out);
             }
         }
-        let item = self.item(head, self.items, &part, &logprobs, ended(&part, is_cut));
-        let done = json!({"output_index": self.items, "item": item});
-        self.send("response.output_item.done", done, out);
+        let item = self.item(head, self.items, &part, logprobs, ended(&part, is_cut));
+        self.send_item("response.output_item.done", item, out);
         self.items += 1;
+    }
+
+    /// Sends an event about the whole response.
+    fn send_response(&mut self, kind: &'static str, response: ResponseBody, out: &mut Frames) {
+        let response = Some(response);
+        self.send(ResponseEvent { kind, response, ..ResponseEvent::default() }, out);
+    }
+
+    /// Sends an event with the open item.
+    fn send_item(&mut self, kind: &'static str, item: OutputItem, out: &mut Frames) {
+        let (output_index, item) = (Some(self.items), Some(item));
+        self.send(ResponseEvent { kind, output_index, item, ..ResponseEvent::default() }, out);
     }
 
     /// Sends an event about the open item.
@@ -422,26 +454,18 @@ impl Responses {
         &mut self,
         head: &Head,
         part: &Part,
-        name: &'static str,
-        fields: Value,
+        kind: &'static str,
+        event: ResponseEvent,
         out: &mut Frames,
     ) {
-        let mut event = json!({
-            "item_id": item_id(head, self.items, part), "output_index": self.items,
-        });
-        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
-            event.extend(fields);
-        }
-        self.send(name, event, out);
+        let item_id = Some(item_id(head, self.items, part));
+        self.send(ResponseEvent { kind, item_id, output_index: Some(self.items), ..event }, out);
     }
 
-    fn send(&mut self, name: &'static str, fields: Value, out: &mut Frames) {
-        let mut event = json!({"type": name, "sequence_number": self.sequence});
-        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
-            event.extend(fields);
-        }
+    fn send(&mut self, event: ResponseEvent, out: &mut Frames) {
+        let event = ResponseEvent { sequence_number: self.sequence, ..event };
         self.sequence += 1;
-        out.event(name, &event);
+        out.event(event.kind, &event);
     }
 }
 
@@ -451,12 +475,35 @@ fn is_cut(reply: &Reply) -> bool {
 }
 
 /// The status of an ended item, which a limit ended if `is_cut`. A call is whole or open, whatever ended the reply.
-fn ended(part: &Part, is_cut: bool) -> &'static str {
+fn ended(part: &Part, is_cut: bool) -> Status {
     match part {
-        Part::OpenCall { .. } => "incomplete",
-        Part::Reasoning(_) | Part::Answer(_) if is_cut => "incomplete",
-        Part::Ran(ran) if ran.is_error => "failed",
-        Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) | Part::Ran(_) => "completed",
+        Part::OpenCall { .. } => Status::Incomplete,
+        Part::Reasoning(_) | Part::Answer(_) if is_cut => Status::Incomplete,
+        Part::Ran(ran) if ran.is_error => Status::Failed,
+        Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) | Part::Ran(_) => {
+            Status::Completed
+        }
+    }
+}
+
+/// Item `index` of the output: a call that this server ran.
+fn mcp_call(head: &Head, index: usize, ran: &Ran) -> McpCallItem {
+    let (server, name) = ran.server_and_tool();
+    let text = ran.output.clone();
+    let (status, output, error) = match ran.is_error {
+        true => (Status::Failed, None, text),
+        false => (Status::Completed, text, None),
+    };
+    McpCallItem {
+        id: item_id(head, index, &Part::Ran(ran.clone())),
+        kind: "mcp_call",
+        status,
+        server_label: server.into(),
+        name: name.into(),
+        arguments: ran.arguments.clone(),
+        output,
+        error,
+        approval_request_id: None,
     }
 }
 
@@ -509,15 +556,4 @@ fn item_id(head: &Head, index: usize, part: &Part) -> String {
     };
     let digits = head.id.trim_start_matches(Responses::ID);
     format!("{prefix}_{digits}_{index}")
-}
-
-fn usage(usage: Usage) -> Value {
-    let output_tokens = usage.reply_tokens();
-    json!({
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + output_tokens,
-    })
 }

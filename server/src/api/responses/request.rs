@@ -10,11 +10,11 @@ use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall};
 
 use super::Responses;
 use crate::api::error::ApiError;
-use crate::api::openapi::Schemas;
-use crate::api::openapi::shapes::{EffortWord, Function, Structure, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::schema::Schemas;
+use crate::api::schema::shapes::{EffortWord, Function, Structure, TextOrItems};
 use crate::api::typed::one_of;
 use crate::api::unknown::{Unknown, fields_of};
 use crate::api::{fields, json, probability, structure};

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::request::{LOGPROBS, check_include};
 use super::store::Stored;
-use super::{Protocol, Responses};
+use super::{DeletedResponse, InputItems, Protocol, Responses};
 use crate::api::App;
 use crate::api::access::Caller;
 use crate::api::error::ApiError;
@@ -52,7 +52,7 @@ pub async fn input_items(
     Extension(caller): Extension<Caller>,
     Extension(query): Extension<Query>,
     Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<InputItems>, ApiError> {
     check_include(query.all("include"))?;
     let digits = id.trim_start_matches(Responses::ID);
     let items = items(digits, stored(&app, &caller, &id)?.input);
@@ -64,10 +64,10 @@ pub async fn delete(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<DeletedResponse>, ApiError> {
     stored(&app, &caller, &id)?;
     let deleted = app.responses.as_ref().is_some_and(|store| store.delete(&id));
-    Ok(Json(json!({"id": id, "object": "response", "deleted": deleted})))
+    Ok(Json(DeletedResponse { id, object: "response", deleted }))
 }
 
 /// A stored response of a profile that the caller may use.
@@ -118,7 +118,7 @@ fn items(digits: &str, input: Value) -> Vec<Value> {
 }
 
 /// A page of `items`: the newest first unless `order` says otherwise.
-fn page(mut items: Vec<Value>, query: &Query) -> Result<Value, ApiError> {
+fn page(mut items: Vec<Value>, query: &Query) -> Result<InputItems, ApiError> {
     match query.get("order") {
         None | Some("desc") => items.reverse(),
         Some("asc") => {}
@@ -153,13 +153,8 @@ fn page(mut items: Vec<Value>, query: &Query) -> Result<Value, ApiError> {
         (None, Some(_)) => (to.saturating_sub(limit).max(from), to, to - from > limit),
         _ => (from, to.min(from + limit), to - from > limit),
     };
-    let page = &items[from..to];
+    let data = items[from..to].to_vec();
     let id = |item: Option<&Value>| item.map_or(Value::Null, |item| item["id"].clone());
-    Ok(json!({
-        "object": "list",
-        "data": page,
-        "first_id": id(page.first()),
-        "last_id": id(page.last()),
-        "has_more": has_more,
-    }))
+    let (first_id, last_id) = (id(data.first()), id(data.last()));
+    Ok(InputItems { object: "list", data, first_id, last_id, has_more })
 }

@@ -1,0 +1,150 @@
+//! `GET /health`: what the server does.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use schemars::JsonSchema;
+use serde::Serialize;
+use steersman_engine::policy::PolicyReport;
+use steersman_engine::{Engine, Error};
+use steersman_models::pool::Report;
+
+use super::App;
+use super::error::ApiError;
+use super::metrics;
+use super::models::STATES;
+use super::policies::blocking;
+
+/// Longest preparation of a request after which `/health` says that the server does not advance. Each step of it has
+/// a limit of its own, the longest that of compiling a form.
+const PREPARATION: Duration = Duration::from_secs(120);
+
+/// What the server does.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Health {
+    #[schemars(extend("const" = "ok"))]
+    status: &'static str,
+    /// The first model.
+    model: String,
+    waiting: usize,
+    engines: Vec<EngineHealth>,
+    models: Vec<ModelHealth>,
+    /// Policies of profiles that fail in every request, since no version of them is active.
+    inactive_policies: Vec<InactivePolicy>,
+}
+
+/// A policy without a version; the reason is for operators.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct InactivePolicy {
+    policy: String,
+    /// Whether the server compiles it again by itself.
+    retries: bool,
+}
+
+/// What an engine does.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct EngineHealth {
+    model: String,
+    running: usize,
+    awaiting_policy: usize,
+    awaiting_prefix: usize,
+    waiting: usize,
+    /// Seconds since the oldest preparation of a request began that has not ended; 0 if there is none.
+    preparing_s: f64,
+    preempted: usize,
+    rows_per_pass: f64,
+    tokens_per_second: f64,
+    preemptions: u64,
+    stalls: u64,
+    /// Bytes of arrays by account.
+    bytes: BTreeMap<&'static str, u64>,
+}
+
+/// Where a model is.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ModelHealth {
+    model: String,
+    #[schemars(extend("enum" = STATES))]
+    state: &'static str,
+    requests: usize,
+    /// Seconds until it is unloaded unless it is used.
+    expires_s: Option<u64>,
+    loads: u64,
+    unloads: u64,
+}
+
+/// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped, or prepares a request
+/// for too long.
+pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> {
+    let engines = app.models.engines();
+    if engines.iter().any(Engine::has_stopped) {
+        return Err(Error::Stopped.into());
+    }
+    let preparing = engines.iter().filter_map(Engine::preparing_for).max();
+    if let Some(time) = preparing.filter(|time| *time > PREPARATION) {
+        return Err(ApiError::not_advancing(time));
+    }
+    let all = app.models.clone();
+    let (models, policies) =
+        blocking(move || (all.states(), all.policies().report().policies)).await?;
+    Ok(Json(Health {
+        status: "ok",
+        model: app.models.name(0).into(),
+        waiting: engines.iter().map(Engine::waiting).sum(),
+        engines: engines.iter().map(EngineHealth::from).collect(),
+        models: models.into_iter().map(ModelHealth::from).collect(),
+        inactive_policies: policies.into_iter().filter_map(inactive).collect(),
+    }))
+}
+
+fn inactive(policy: PolicyReport) -> Option<InactivePolicy> {
+    let (is_active, retries) = (policy.is_active(), policy.is_pending);
+    (!is_active).then_some(InactivePolicy { policy: policy.name, retries })
+}
+
+impl From<(String, &'static str, Report)> for ModelHealth {
+    fn from((model, state, report): (String, &'static str, Report)) -> Self {
+        Self {
+            model,
+            state,
+            requests: report.requests,
+            expires_s: report.expires.map(|time| time.as_secs()),
+            loads: report.loads,
+            unloads: report.unloads,
+        }
+    }
+}
+
+impl From<&Engine> for EngineHealth {
+    fn from(engine: &Engine) -> Self {
+        let (info, activity) = (engine.info(), engine.info().activity.report());
+        let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
+        bytes.extend(metrics::accounts(&activity.bytes));
+        Self {
+            model: info.model.clone(),
+            running: activity.running,
+            awaiting_policy: activity.awaiting_policy,
+            awaiting_prefix: activity.awaiting_prefix,
+            waiting: engine.waiting(),
+            preparing_s: rounded(engine.preparing_for().unwrap_or_default().as_secs_f64()),
+            preempted: activity.preempted,
+            rows_per_pass: rounded(activity.rows_mean),
+            tokens_per_second: rounded(activity.tokens_per_second),
+            preemptions: activity.preemptions,
+            stalls: activity.stalls,
+            bytes,
+        }
+    }
+}
+
+/// With one decimal.
+fn rounded(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}
