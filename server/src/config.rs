@@ -3,6 +3,7 @@
 //! Read from TOML, overridden by the command line, then checked once ([`problems`]). Unknown keys are errors,
 //! and an error shows the line.
 
+pub mod mcp;
 mod models;
 mod problems;
 
@@ -22,14 +23,17 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::Sampling;
 use steersman_models::hub::Hub;
+use tokio::sync::watch;
 use toml::Spanned;
 
+use self::mcp::McpConfig;
 pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
 use crate::keys::{KeyFile, Opens};
-use crate::mcp::McpConfig;
-use crate::reload::Reloads;
+
+/// Tells of new configurations while the server runs.
+pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
 #[derive(Debug, Clone, Default, Deserialize)]

@@ -16,6 +16,8 @@
 //! keys.rs      `steersman keys`: keys in the data folder
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
+//! shutdown.rs  tells running requests when they must end
+//! media_type.rs the media type of a body
 //! connections.rs limits on open connections
 //! telemetry.rs traces for OpenTelemetry
 //! throttle.rs  a limit on equal log lines
@@ -57,10 +59,12 @@ pub mod local;
 pub mod log;
 pub mod manage;
 pub mod mcp;
+mod media_type;
 pub mod models;
 pub mod program;
 pub mod reload;
 pub mod serve;
+pub mod shutdown;
 pub mod signals;
 pub mod telemetry;
 mod throttle;

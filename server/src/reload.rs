@@ -9,11 +9,8 @@ use anyhow::{Context, Result};
 use tokio::sync::watch;
 use toml::{Table, Value};
 
-use crate::config::{FILE_BYTES, FileConfig, ServerConfig};
+use crate::config::{FILE_BYTES, FileConfig, Reloads, ServerConfig};
 use crate::signals::Hangups;
-
-/// Where the app learns of a new configuration.
-pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
 
 /// Keys that take effect while the server runs, with `*` for any name.
 const LIVE: [&str; 6] = [

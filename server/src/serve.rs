@@ -34,6 +34,7 @@ use crate::api::error::ApiError;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
+use crate::shutdown::{Shutdown, Stage};
 use crate::signals::StopSignals;
 use crate::throttle::Throttle;
 
@@ -51,32 +52,6 @@ const LAST_REPLIES: Duration = Duration::from_secs(1);
 
 /// Begins a connection in HTTP/2.
 const HTTP_2: &[u8] = b"PRI * HTTP/2.0";
-
-/// How far the shutdown has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Stage {
-    Serving,
-    /// Running requests may finish.
-    Finishing,
-    /// Running requests end with an error.
-    CuttingOff,
-}
-
-/// Tells the handler of a request when it must end. An extension of each request from a connection.
-#[derive(Clone)]
-pub struct Shutdown(watch::Receiver<Stage>);
-
-impl Shutdown {
-    /// Waits until the time for running requests is over.
-    pub async fn cuts_off(&mut self) {
-        self.reaches(Stage::CuttingOff).await;
-    }
-
-    async fn reaches(&mut self, stage: Stage) {
-        // The sender outlives every connection.
-        let _ = self.0.wait_for(|reached| *reached >= stage).await;
-    }
-}
 
 /// Listens on the configured address.
 ///

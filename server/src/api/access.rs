@@ -9,10 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, StatusCode, header};
-use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::http::{HeaderMap, HeaderName, header};
 use parking_lot::{Mutex, RwLock};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Map, Value};
@@ -23,16 +20,14 @@ use subtle::ConstantTimeEq;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
-use super::App;
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
-use crate::connections::Connection;
 use crate::keys::{self, KeyDigest, KeyFile, Opens};
 use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
 
 /// Where Anthropic's clients send their key.
-const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+pub const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Time between two answers to wrong keys, of all clients together.
 const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
@@ -236,6 +231,11 @@ impl Access {
         }
     }
 
+    /// Waits before the answer to a wrong key.
+    pub async fn pause(&self) {
+        self.failures.pause().await;
+    }
+
     /// Whether there are operators.
     pub fn has_operators(&self) -> bool {
         self.keys().has_operators
@@ -417,33 +417,6 @@ pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
 fn list(models: &Models) -> String {
     let names: Vec<_> = models.own_names().map(|name| format!("`{name}`")).collect();
     names.join(", ")
-}
-
-/// Rejects HTTP requests without a valid key, and hands their [`Caller`] to the handlers.
-///
-/// Answers to wrong keys are slowed down.
-pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let has_key =
-        [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
-    let connection = request.extensions().get::<Arc<Connection>>().cloned();
-    let caller = app.access.caller(request.headers());
-    let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));
-    let response = match caller {
-        Some(caller) => {
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
-        None => {
-            app.metrics.unauthorized();
-            ApiError::unauthorized().into_response()
-        }
-    };
-    if may_guess && [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status()) {
-        // Others need not wait for a connection that only waits.
-        connection.inspect(|connection| connection.waits());
-        app.access.failures.pause().await;
-    }
-    response
 }
 
 /// The pace of answers to wrong keys.

@@ -15,10 +15,11 @@ use serde_json::{Map, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
+use super::blocking::blocking;
 use super::error::ApiError;
 use super::json;
-use super::policies::blocking;
 use crate::config::ServerConfig;
+use crate::media_type::is_type;
 
 /// Bytes of a body that count against no budget, so that large requests cannot keep small ones out.
 const SMALL: usize = 64 << 10;
@@ -168,11 +169,4 @@ impl Bodies {
         })
         .await
     }
-}
-
-/// Whether a body with these headers has this media type, with any parameters.
-pub fn is_type(headers: &HeaderMap, media_type: &str) -> bool {
-    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    let named = value.unwrap_or_default().split(';').next().unwrap_or_default();
-    named.trim().eq_ignore_ascii_case(media_type)
 }

@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize};
 
-use super::App;
+use super::app::App;
 use super::error::ApiError;
 use super::query::Query;
 

@@ -1,22 +1,25 @@
-//! `GET /health`: what the server does.
+//! `GET /health` and `GET /metrics`: what the server does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
 use steersman_engine::policy::PolicyReport;
 use steersman_engine::{Engine, Error};
 use steersman_models::pool::Report;
 
-use super::App;
+use super::app::App;
+use super::blocking::blocking;
 use super::error::ApiError;
-use super::metrics;
+use super::metrics::{self, OPEN_METRICS};
 use super::models::STATES;
-use super::policies::blocking;
+use crate::connections::Connection;
 
 /// Longest preparation of a request after which `/health` says that the server does not advance. Each step of it has
 /// a limit of its own, the longest that of compiling a form.
@@ -147,4 +150,14 @@ impl From<&Engine> for EngineHealth {
 /// With one decimal.
 fn rounded(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
+}
+
+/// `GET /metrics`
+pub async fn scrape(
+    State(app): State<Arc<App>>,
+    connection: Option<Extension<Arc<Connection>>>,
+) -> impl IntoResponse {
+    let connections = connection.as_ref().map(|connection| connection.all());
+    let text = metrics::text(&app.metrics, &app.models, app.responses.as_deref(), connections);
+    ([(header::CONTENT_TYPE, OPEN_METRICS)], text)
 }

@@ -9,7 +9,7 @@ use tracing::{Span, error_span, field, info};
 
 use super::error::ApiError;
 use super::metrics::Metrics;
-use super::requests::register::Tracked;
+use super::register::Tracked;
 use crate::models::Lease;
 
 /// A running request. Dropping it before it ends logs and counts it as cancelled by the client.

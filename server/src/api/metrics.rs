@@ -1,16 +1,12 @@
-//! `GET /metrics`: counters and gauges for Prometheus, as OpenMetrics text.
+//! Counters and gauges for Prometheus, as OpenMetrics text.
 //!
 //! The server counts requests and their tokens in [`Metrics`]. The engine's values (queue, cache) are
 //! read at each scrape into a temporary registry, so no number exists twice.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use axum::Extension;
-use axum::extract::State;
-use axum::http::{StatusCode, header};
-use axum::response::IntoResponse;
-use prometheus_client::encoding::text;
+use axum::http::StatusCode;
+use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -23,12 +19,12 @@ use steersman_engine::report::{
 use steersman_engine::request::Usage;
 use steersman_models::pool::Report;
 
-use super::App;
-use crate::connections::{Connection, Connections, Counts};
-use crate::models::State as ModelState;
+use super::response_store::ResponseStore;
+use crate::connections::{Connections, Counts};
+use crate::models::{Models, State as ModelState};
 
 /// OpenMetrics 1.0, which Prometheus also reads.
-const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Outcome of a request for a reply: `2xx`, `4xx`, `5xx` or `cancelled`.
 type Outcome = [(&'static str, &'static str); 1];
@@ -130,32 +126,34 @@ impl Metrics {
     }
 }
 
-/// The current values.
-pub async fn get(
-    State(app): State<Arc<App>>,
-    connection: Option<Extension<Arc<Connection>>>,
-) -> impl IntoResponse {
+/// The current values as text: those of `metrics` and of the other parts of the server.
+pub fn text(
+    metrics: &Metrics,
+    models: &Models,
+    responses: Option<&ResponseStore>,
+    connections: Option<&Connections>,
+) -> String {
     let mut registry = Registry::with_prefix("steersman");
-    app.metrics.register(&mut registry);
-    if let Some(Extension(connection)) = connection {
-        register_connections(&mut registry, connection.all());
+    metrics.register(&mut registry);
+    if let Some(connections) = connections {
+        register_connections(&mut registry, connections);
     }
-    if let Some(store) = &app.responses {
+    if let Some(store) = responses {
         let help = "Responses that could not be stored";
         let failures: Counter = Counter::default();
         failures.inc_by(store.failures());
         registry.register("responses_not_stored", help, failures);
     }
-    let engines = app.models.engines();
+    let engines = models.engines();
     let reports: Vec<_> = engines.iter().map(EngineSnapshot::new).collect();
-    register_models(&mut registry, &app.models.reports());
+    register_models(&mut registry, &models.reports());
     register_activity(&mut registry, &reports);
     register_cache(&mut registry, &reports);
-    let policies = app.models.policies();
+    let policies = models.policies();
     register_policies(&mut registry, policies.counters(), &policies.report().policies);
-    let mut body = String::new();
-    text::encode(&mut body, &registry).expect("a string takes any text");
-    ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
+    let mut text = String::new();
+    encode(&mut text, &registry).expect("a string takes any text");
+    text
 }
 
 /// Name, help text and value of metrics of a `T`.

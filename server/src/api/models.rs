@@ -8,9 +8,9 @@ use axum::extract::{Path, State};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::App;
+use super::app::App;
+use super::blocking::blocking;
 use super::error::ApiError;
-use super::policies::blocking;
 use crate::models::{Description, Name};
 
 /// All models.

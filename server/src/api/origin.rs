@@ -7,18 +7,15 @@
 //! refused unless `server.cors` allows them.
 
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::uri::Authority;
 use axum::http::{HeaderValue, Method, header};
-use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use super::App;
 use super::error::ApiError;
+use super::request_id::REQUEST_ID;
 use crate::config::ServerConfig;
 
 /// How long a browser may remember that an origin is allowed.
@@ -54,7 +51,7 @@ impl Origins {
             .allow_methods([Method::GET, Method::POST])
             // A wildcard would not cover `Authorization`.
             .allow_headers(AllowHeaders::mirror_request())
-            .expose_headers([super::REQUEST_ID, header::RETRY_AFTER])
+            .expose_headers([REQUEST_ID, header::RETRY_AFTER])
             .allow_private_network(true)
             .max_age(MAX_AGE)
     }
@@ -68,7 +65,7 @@ impl Origins {
         self.cors.iter().any(|origin| origin == "*")
     }
 
-    fn check(&self, request: &Request) -> Result<(), ApiError> {
+    pub fn check(&self, request: &Request) -> Result<(), ApiError> {
         let headers = request.headers();
         let mut named = headers.get_all(header::HOST).iter();
         let host = named.next();
@@ -121,21 +118,6 @@ pub fn is_local(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
         Err(_) => host == "localhost" || host.ends_with(".localhost"),
-    }
-}
-
-/// Refuses requests with another server's `Host` or a foreign `Origin`, on all routes.
-pub async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    match app.origins.check(&request) {
-        Ok(()) => next.run(request).await,
-        Err(error) => {
-            app.metrics.refused(error.code);
-            if let Some(suppressed) = app.refusals.pass() {
-                let (code, reason) = (error.code, &error.message);
-                tracing::warn!(code, reason, suppressed, "request refused");
-            }
-            error.into_response()
-        }
     }
 }
 

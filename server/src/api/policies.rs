@@ -4,12 +4,11 @@
 //! The server sees no Wasm: it passes bytes to the policy host and gets reports. They are copied field
 //! by field, so that a field renamed there does not change what clients read.
 
-use std::fmt::Display;
 use std::sync::Arc;
 
 use axum::body::Body;
 use axum::extract::{Path, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::HeaderMap;
 use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -19,8 +18,9 @@ use steersman_engine::policy::{
     PolicyReport, Problem, Record, Report, Use, Withdrawn,
 };
 
-use super::App;
 use super::access::Caller;
+use super::app::App;
+use super::blocking::{blocking, internal};
 use super::body::Limit;
 use super::error::ApiError;
 
@@ -247,14 +247,6 @@ fn without_input(record: &Record) -> Value {
     record
 }
 
-/// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.
-pub async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ApiError> {
-    // The error has the message of the panic.
-    tokio::task::spawn_blocking(work).await.map_err(internal)
-}
-
 fn upload_error(error: Error) -> ApiError {
     match error {
         Error::NotCompiled { is_transient: true, .. } => {
@@ -280,21 +272,6 @@ fn rollback_error(error: Error) -> ApiError {
         | Error::NoFile { .. }
         | Error::NotWritten { .. } => ApiError::conflict("cannot_roll_back", error.to_string()),
         other => internal(other),
-    }
-}
-
-/// A failure of the server. The log has the details.
-fn internal(error: impl Display) -> ApiError {
-    let code = "internal_error";
-    tracing::error!(code, details = %error, "request failed");
-    ApiError {
-        status: StatusCode::INTERNAL_SERVER_ERROR,
-        kind: "server_error",
-        code,
-        param: None,
-        message: "the server failed; its log has the details".into(),
-        request_id: String::new(),
-        is_about_prompt: false,
     }
 }
 

@@ -11,12 +11,9 @@ use serde_json::{Map, Value};
 use steersman_engine::policy::{Counted, Grant, OnFailure, Param};
 use steersman_engine::request::Sampling;
 
-use super::App;
 use super::access::Caller;
+use super::app::App;
 use crate::config::ProfileAccess;
-
-/// Settings of all profiles by name, without their keys.
-pub type Profiles = BTreeMap<String, ProfileAccess>;
 
 /// Profiles that a key opens.
 #[derive(Serialize, JsonSchema)]
@@ -133,15 +130,4 @@ fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> 
 /// The JSON of sampling parameters, with the digits of an `f64`.
 fn value(sampling: Sampling) -> Value {
     serde_json::to_value(sampling).expect("sampling parameters are numbers")
-}
-
-/// Takes over what a reload of the configuration changes.
-pub fn reload(shown: &mut Profiles, new: &Profiles) {
-    for (name, profile) in shown {
-        if let Some(new) = new.get(name) {
-            profile.api_keys.clone_from(&new.api_keys);
-            profile.policy_headers.clone_from(&new.policy_headers);
-            profile.requests = new.requests;
-        }
-    }
 }

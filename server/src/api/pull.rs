@@ -16,7 +16,6 @@ use axum::http::{HeaderMap, header};
 use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream};
-use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -24,47 +23,14 @@ use steersman_models::command::Needs;
 use steersman_models::hub::{Hub, Plan, Progress, Stop, is_disk_full};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::App;
 use super::access::Caller;
+use super::app::App;
 use super::error::{ApiError, OpenAiError};
-use super::protocol::{JSON, read_json};
+use super::protocol::JSON;
+use super::pulls::Turn;
 
 /// Shortest time between two reports of progress.
 const REPORT_EVERY: Duration = Duration::from_millis(200);
-
-/// The download that runs.
-#[derive(Default)]
-pub struct Pulls(Mutex<Option<Running>>);
-
-struct Running {
-    repo: String,
-    stop: Stop,
-}
-
-impl Pulls {
-    /// Makes `repo` the download that runs; `None` if another one runs.
-    fn begin(self: &Arc<Self>, repo: &str) -> Option<Turn> {
-        let mut running = self.0.lock();
-        if running.is_some() {
-            return None;
-        }
-        let stop = Stop::default();
-        *running = Some(Running { repo: repo.into(), stop: stop.clone() });
-        Some(Turn { pulls: self.clone(), stop })
-    }
-}
-
-/// The right to download, until it is dropped.
-struct Turn {
-    pulls: Arc<Pulls>,
-    stop: Stop,
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        *self.pulls.0.lock() = None;
-    }
-}
 
 /// Stops a download when it is dropped: the client has disconnected, or has all reports.
 struct StopOnDrop(Stop);
@@ -147,11 +113,7 @@ pub async fn stop(
     Extension(caller): Extension<Caller>,
 ) -> Result<axum::Json<StoppedPull>, ApiError> {
     app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
-    let stopped = app.pulls.0.lock().as_ref().map(|running| {
-        running.stop.stop();
-        running.repo.clone()
-    });
-    let repo = stopped.ok_or_else(ApiError::no_pull)?;
+    let repo = app.pulls.stop().ok_or_else(ApiError::no_pull)?;
     tracing::info!(repo, "download stopped by an operator");
     Ok(axum::Json(StoppedPull { model: repo, stopped: true }))
 }
@@ -165,7 +127,7 @@ async fn operators_body(
     content_type: Option<&str>,
 ) -> Result<Asked, ApiError> {
     app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
-    let body = read_json(app, headers, body, content_type).await?;
+    let body = app.read_json(headers, body, content_type).await?;
     app.bodies.parse(body.bytes, parse).await
 }
 

@@ -1,135 +1,13 @@
-//! Writes the engine's events as one object or as a stream, in the words of a [`Protocol`].
-//!
-//! Both fold the events into [`Reply`]s; [`stream`] sends each event as it comes. Both own the
-//! [`Events`]: a client that disconnects drops it, which cancels the requests.
+//! Replies as protocols get them: folded, and what all parts of a response share. [`Frames`] are what protocols send.
 
 use std::collections::VecDeque;
-use std::convert::Infallible;
-use std::future::poll_fn;
 use std::ops::Range;
-use std::task::{Context, Poll};
-use std::time::Duration;
 
-use axum::Json;
-use axum::body::{Body, Bytes};
-use axum::http::{HeaderName, HeaderValue, header};
-use axum::response::sse::{self, KeepAlive, Sse};
-use axum::response::{IntoResponse, Response};
-use futures_util::StreamExt;
 use serde::Serialize;
-use steersman_engine::request::{
-    CallDelta, Event, Finished, Logprob, PromptToken, ToolCall, Usage,
-};
-use steersman_engine::{Error, RequestError};
-use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::time::{Instant, sleep_until, timeout};
+use steersman_engine::request::{CallDelta, Event, Finished, Logprob, ToolCall, Usage};
 
-use super::error::ApiError;
-use super::log::RequestLog;
-use super::probability::{PROBABILITIES, Probabilities};
-use super::protocol::{Framing, Protocol};
+use super::probability::Probabilities;
 use crate::mcp::Ran;
-use crate::mcp::rounds::Progress;
-use crate::serve::Shutdown;
-
-/// How long a stream waits for its first event before it responds with 200.
-///
-/// Until then an error (prompt too long, rejected by the template) gets its own status. During a
-/// longer prefill, clients and proxies that receive nothing would give up.
-const FIRST_EVENT: Duration = Duration::from_secs(10);
-
-/// Interval of comments in an idle stream; common proxies close connections idle for 60 s.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
-
-/// The events of requests until all end, their deadline is over, or the server stops.
-pub struct Events {
-    sources: Vec<Source>,
-    /// Whether each request has ended.
-    ended: Vec<bool>,
-    deadline: Instant,
-    shutdown: Option<Shutdown>,
-    started: bool,
-}
-
-/// Where the events of a request come from.
-pub enum Source {
-    /// The engine.
-    Engine(UnboundedReceiver<Event>),
-    /// The rounds of a request with MCP tools.
-    Rounds(UnboundedReceiver<Progress>),
-}
-
-impl Source {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Progress>> {
-        match self {
-            Self::Engine(receiver) => {
-                receiver.poll_recv(context).map(|event| event.map(Progress::Event))
-            }
-            Self::Rounds(receiver) => receiver.poll_recv(context),
-        }
-    }
-}
-
-/// Why a request has no further events.
-pub enum Failure {
-    /// The engine failed at a reply.
-    Reply(usize, Error),
-    /// The engine failed, or the deadline is over.
-    Engine(Error),
-    /// The server stops.
-    Shutdown,
-}
-
-impl Events {
-    /// Of requests that end at `deadline`, or when `shutdown` cuts them off.
-    pub fn new(sources: Vec<Source>, deadline: Instant, shutdown: Option<Shutdown>) -> Self {
-        let ended = vec![false; sources.len()];
-        Self { sources, ended, deadline, shutdown, started: false }
-    }
-
-    /// The next event, which is never `Failed`, and the number of its request; `None` after all have
-    /// ended. The first failure ends all requests.
-    async fn next(&mut self) -> Result<Option<(usize, Progress)>, Failure> {
-        if self.ended.iter().all(|ended| *ended) {
-            return Ok(None);
-        }
-        let (sources, ended) = (&mut self.sources, &self.ended);
-        let received = poll_fn(|context| {
-            for (index, source) in sources.iter_mut().enumerate() {
-                if !ended[index]
-                    && let Poll::Ready(progress) = source.poll(context)
-                {
-                    return Poll::Ready((index, progress));
-                }
-            }
-            Poll::Pending
-        });
-        let cut_off = async {
-            match &mut self.shutdown {
-                Some(shutdown) => shutdown.cuts_off().await,
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            biased;
-            (index, progress) = received => match progress {
-                None => Err(Failure::Engine(Error::Stopped)),
-                Some(Progress::Event(Event::Failed(error))) => Err(Failure::Reply(index, error)),
-                Some(progress) => {
-                    self.started = true;
-                    self.ended[index] = matches!(progress, Progress::Event(Event::Finished(_)));
-                    Ok(Some((index, progress)))
-                }
-            },
-            // The engine has the same deadline; a long step may make it late.
-            () = sleep_until(self.deadline) => {
-                let stage = if self.started { "being decoded" } else { "waiting" };
-                Err(Failure::Engine(RequestError::Deadline { stage }.into()))
-            }
-            () = cut_off => Err(Failure::Shutdown),
-        }
-    }
-}
 
 /// What all parts of a response share.
 #[derive(Debug, Default)]
@@ -160,7 +38,7 @@ pub struct Head {
 
 impl Head {
     /// Whether reply `index` is the first choice of its request, which counts the prompt.
-    fn is_first_choice(&self, index: usize) -> bool {
+    pub fn is_first_choice(&self, index: usize) -> bool {
         index.is_multiple_of(self.choices)
     }
 }
@@ -185,7 +63,7 @@ pub struct Reply {
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Probabilities,
     /// Of each part, which of `logprobs` are those of its tokens.
-    logprobs_of: Vec<Range<usize>>,
+    pub logprobs_of: Vec<Range<usize>>,
     pub finished: Finished,
 }
 
@@ -275,10 +153,10 @@ pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
 
 /// Parts of a reply, in order.
 #[derive(Debug, Default)]
-struct Parts {
+pub struct Parts {
     /// With the probabilities of the tokens of an answer.
-    parts: Vec<(Part, Range<usize>)>,
-    logprobs: Probabilities,
+    pub parts: Vec<(Part, Range<usize>)>,
+    pub logprobs: Probabilities,
     /// How many probabilities belong to a part already, or to a token without text, such as the tag of a call.
     /// The others came before the text of their tokens.
     assigned: usize,
@@ -286,7 +164,7 @@ struct Parts {
 
 impl Parts {
     /// Adds a piece; consecutive pieces of one kind form one part.
-    fn add(&mut self, event: &Event) {
+    pub fn add(&mut self, event: &Event) {
         match (event, self.parts.last_mut().map(|(part, _)| part)) {
             (Event::Reasoning(piece), Some(Part::Reasoning(text)))
             | (Event::Answer(piece), Some(Part::Answer(text))) => *text += piece,
@@ -315,7 +193,7 @@ impl Parts {
     }
 
     /// Bytes of reasoning and answer.
-    fn text_bytes(&self) -> usize {
+    pub fn text_bytes(&self) -> usize {
         let bytes = |(part, _): &(Part, Range<usize>)| match part {
             Part::Reasoning(text) | Part::Answer(text) => text.len(),
             Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => 0,
@@ -323,7 +201,8 @@ impl Parts {
         self.parts.iter().map(bytes).sum()
     }
 
-    fn push(&mut self, part: Part) {
+    /// Begins a part.
+    pub fn push(&mut self, part: Part) {
         let end = self.logprobs.len();
         let start = if let Part::Answer(_) = part { self.assigned } else { end };
         self.assigned = end;
@@ -331,7 +210,7 @@ impl Parts {
     }
 
     /// Drops bytes from the end of the reasoning and of the answer.
-    fn rewind(&mut self, mut reasoning: usize, mut answer: usize) {
+    pub fn rewind(&mut self, mut reasoning: usize, mut answer: usize) {
         for (part, _) in self.parts.iter_mut().rev() {
             let (text, left) = match part {
                 Part::Reasoning(text) => (text, &mut reasoning),
@@ -352,11 +231,13 @@ impl Parts {
 #[derive(Debug, Default)]
 pub struct Frames(VecDeque<Frame>);
 
+/// A part of a stream.
 #[derive(Debug)]
-struct Frame {
+pub struct Frame {
     /// The type of the server-sent event, where the protocol names it.
-    event: Option<&'static str>,
-    data: String,
+    pub event: Option<&'static str>,
+    /// The object as JSON, or OpenAI's last line.
+    pub data: String,
 }
 
 impl Frames {
@@ -370,6 +251,11 @@ impl Frames {
         self.0.push_back(Frame { event: Some(event), data: text(data) });
     }
 
+    /// Takes the next part.
+    pub fn next(&mut self) -> Option<Frame> {
+        self.0.pop_front()
+    }
+
     /// Adds OpenAI's last line.
     pub fn done(&mut self) {
         self.0.push_back(Frame { event: None, data: "[DONE]".into() });
@@ -379,278 +265,4 @@ impl Frames {
 /// The JSON of an object.
 fn text(data: &impl Serialize) -> String {
     serde_json::to_string(data).expect("objects of replies have string keys only")
-}
-
-/// A reply while it is generated.
-#[derive(Debug, Default)]
-struct Partial {
-    parts: Parts,
-    prompt: Probabilities,
-    embedding: Vec<f32>,
-    finished: Option<Finished>,
-}
-
-/// The replies to one body while they are generated.
-struct Run<P> {
-    protocol: P,
-    head: Head,
-    events: Events,
-    log: RequestLog,
-    replies: Vec<Partial>,
-    /// Probabilities that are held.
-    probabilities: usize,
-    /// Whether the client has received the pieces, so that none can be dropped.
-    is_stream: bool,
-}
-
-impl<P: Protocol> Run<P> {
-    fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
-        let count = events.sources.len();
-        let replies = (0..count).map(|_| Partial::default()).collect();
-        Self { protocol, head, events, log, replies, probabilities: 0, is_stream }
-    }
-
-    /// Whether the probabilities of a token are held until the end, and not sent before.
-    fn holds_logprobs(&self) -> bool {
-        !self.is_stream || P::REPEATS_LOGPROBS
-    }
-
-    /// Counts the probabilities of an event that are held.
-    ///
-    /// # Errors
-    /// 400 if there are too many.
-    fn count_probabilities(&mut self, event: &Event) -> Result<(), ApiError> {
-        self.probabilities += match event {
-            Event::Logprob(logprob) if self.holds_logprobs() => 1 + logprob.top.len(),
-            // Each choice has those of the prompt.
-            Event::PromptToken(token) => (1 + token.top.len()) * self.head.choices,
-            _ => 0,
-        };
-        if self.probabilities <= PROBABILITIES {
-            return Ok(());
-        }
-        let message = format!(
-            "logprobs: the replies have more than {PROBABILITIES} probabilities; ask for fewer likeliest \
-             tokens, fewer choices or prompts, or a smaller max_tokens, or stream the replies"
-        );
-        Err(ApiError::value("logprobs", message))
-    }
-
-    /// The next event that the client sees, and the number of its reply; `None` at the end.
-    async fn next(&mut self) -> Result<Option<(usize, Progress)>, ApiError> {
-        loop {
-            let next = tokio::select! {
-                biased;
-                next = self.events.next() => next,
-                () = self.log.tracked.joining() => {
-                    let replies = self.replies.iter().map(|reply| &reply.parts);
-                    self.log.tracked.welcome(replies.map(|parts| parts.parts.iter().map(|(part, _)| part)));
-                    continue;
-                }
-            };
-            let next = next.map_err(|failure| {
-                let error = match failure {
-                    Failure::Reply(index, error) => {
-                        let prompt = self.protocol.prompt_field(index);
-                        ApiError::from(error).in_fields(&prompt, &self.head.tool_fields)
-                    }
-                    Failure::Engine(error) => error.into(),
-                    Failure::Shutdown => ApiError::stopping(),
-                };
-                self.log.failed(error)
-            })?;
-            let Some((index, progress)) = next else { return Ok(None) };
-            let event = match progress {
-                Progress::Event(event) => event,
-                Progress::Ran(ran) => {
-                    self.log.tracked.ran(index, &ran);
-                    self.replies[index].parts.push(Part::Ran(ran.clone()));
-                    self.head.ran.push((index, ran.clone()));
-                    return Ok(Some((index, Progress::Ran(ran))));
-                }
-            };
-            self.log.event(&event);
-            if let Err(error) = self.count_probabilities(&event) {
-                return Err(self.log.failed(error));
-            }
-            let holds_logprobs = self.holds_logprobs();
-            let reply = &mut self.replies[index];
-            self.log.tracked.event(index, &event);
-            if holds_logprobs || !matches!(event, Event::Logprob(_)) {
-                reply.parts.add(&event);
-            }
-            match &event {
-                Event::Started {
-                    fingerprint,
-                    prompt_tokens,
-                    cached_tokens,
-                    max_tokens,
-                    max_answer_tokens,
-                } => {
-                    self.head.fingerprint.clone_from(fingerprint);
-                    if self.head.is_first_choice(index) {
-                        self.head.usage.prompt_tokens += prompt_tokens;
-                        self.head.usage.cached_tokens += cached_tokens;
-                        let limits = (*max_tokens, *max_answer_tokens);
-                        self.log.tracked.started(*prompt_tokens, *cached_tokens, limits);
-                    }
-                    self.head.times.started = self.log.elapsed_ns();
-                }
-                // A stream cannot take text back: answers are not revisable, and rewound reasoning
-                // continues after the text already sent.
-                Event::Rewound { .. } if self.is_stream => {}
-                &Event::Rewound { reasoning, answer } => {
-                    reply.parts.rewind(reasoning, answer);
-                }
-                Event::Reasoning(_)
-                | Event::Answer(_)
-                | Event::CallDelta(_)
-                | Event::ToolCall(_) => {
-                    if self.head.times.first_piece == 0 {
-                        self.head.times.first_piece = self.log.elapsed_ns();
-                        self.log.tracked.first_piece(self.log.elapsed_ms());
-                    }
-                    return Ok(Some((index, Progress::Event(event))));
-                }
-                Event::PromptToken(token) => {
-                    if !self.is_stream {
-                        let PromptToken { bytes, logprob, top } = token;
-                        reply.prompt.push(bytes, *logprob, top);
-                    }
-                    return Ok(Some((index, Progress::Event(event))));
-                }
-                Event::Routed { model, profile } => {
-                    let note = format!("routed to `{model}` with the profile `{profile}`");
-                    self.log.tracked.note(index, 0, 0, &note);
-                    self.head.notes.push(note);
-                    (self.head.model, self.head.profile) = (model.clone(), profile.clone());
-                }
-                Event::Note { tokens, note } => {
-                    let at = reply.parts.text_bytes();
-                    self.log.tracked.note(index, *tokens, at, note);
-                }
-                Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
-                Event::Logprob(_) => return Ok(Some((index, Progress::Event(event)))),
-                Event::Finished(finished) => {
-                    reply.finished = Some(finished.clone());
-                    return Ok(Some((index, Progress::Event(event))));
-                }
-                Event::Failed(_) => unreachable!("`Events` makes it a failure"),
-            }
-        }
-    }
-
-    /// The replies, after the last event.
-    fn replies(&mut self) -> Vec<Reply> {
-        self.head.times.ended = self.log.elapsed_ns();
-        let whole =
-            |Partial { parts: Parts { parts, logprobs, .. }, prompt, embedding, finished }| {
-                let finished: Option<Finished> = finished;
-                let finished = finished.expect("every request has finished");
-                let (parts, logprobs_of) = parts.into_iter().unzip();
-                Reply { parts, prompt, embedding, logprobs, logprobs_of, finished }
-            };
-        let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
-        let reason = replies.first().map(|reply| &reply.finished.reason);
-        self.log.finished(reason, usage(&self.head, &replies));
-        replies
-    }
-}
-
-/// The replies as one object.
-///
-/// # Errors
-/// The engine's error.
-pub async fn whole<P: Protocol>(
-    protocol: P,
-    head: Head,
-    events: Events,
-    log: RequestLog,
-) -> Result<Response, ApiError> {
-    let mut run = Run::new(protocol, head, events, log, false);
-    while run.next().await?.is_some() {}
-    let replies = run.replies();
-    Ok(Json(run.protocol.whole(&run.head, &replies)).into_response())
-}
-
-/// The replies as a stream.
-///
-/// # Errors
-/// The engine's error, if it comes first and within [`FIRST_EVENT`]. A later error ends the stream.
-pub async fn stream<P: Protocol>(
-    protocol: P,
-    head: Head,
-    events: Events,
-    log: RequestLog,
-) -> Result<Response, ApiError> {
-    let run = Run::new(protocol, head, events, log, true);
-    let mut stream = Stream { run, ready: Frames::default(), ended: false };
-    // `None` if there is none yet.
-    let first = timeout(FIRST_EVENT, stream.run.next()).await.ok().transpose()?;
-    stream.run.protocol.begin(&stream.run.head, &mut stream.ready);
-    if let Some(first) = first {
-        stream.push(first);
-    }
-    let frames = futures_util::stream::unfold(stream, async |mut stream| {
-        let frame = stream.next().await?;
-        Some((frame, stream))
-    });
-    let mut response = match P::FRAMING {
-        Framing::Sse => {
-            let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).event(P::keep_alive());
-            let events = frames.map(|frame| {
-                let event = sse::Event::default();
-                let event = frame.event.into_iter().fold(event, sse::Event::event);
-                Ok::<_, Infallible>(event.data(frame.data))
-            });
-            Sse::new(Box::pin(events)).keep_alive(keep_alive).into_response()
-        }
-        Framing::Lines => {
-            let lines = frames.map(|frame| Ok::<_, Infallible>(Bytes::from(frame.data + "\n")));
-            let kind = [(header::CONTENT_TYPE, "application/x-ndjson")];
-            (kind, Body::from_stream(lines)).into_response()
-        }
-    };
-    // Tells nginx not to buffer the stream.
-    let unbuffered = (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
-    response.headers_mut().extend([unbuffered]);
-    Ok(response)
-}
-
-/// A stream in progress.
-struct Stream<P> {
-    run: Run<P>,
-    ready: Frames,
-    /// Whether `ready` holds the last frame.
-    ended: bool,
-}
-
-impl<P: Protocol> Stream<P> {
-    /// The next frame; `None` at the end.
-    async fn next(&mut self) -> Option<Frame> {
-        while self.ready.0.is_empty() && !self.ended {
-            match self.run.next().await {
-                Ok(event) => self.push(event),
-                Err(error) => {
-                    self.run.protocol.fail(&self.run.head, &error, &mut self.ready);
-                    self.ended = true;
-                }
-            }
-        }
-        self.ready.0.pop_front()
-    }
-
-    fn push(&mut self, next: Option<(usize, Progress)>) {
-        let Some((index, progress)) = next else {
-            let replies = self.run.replies();
-            self.run.protocol.end(&self.run.head, &replies, &mut self.ready);
-            self.ended = true;
-            return;
-        };
-        let (protocol, head) = (&mut self.run.protocol, &self.run.head);
-        match progress {
-            Progress::Event(event) => protocol.event(head, index, event, &mut self.ready),
-            Progress::Ran(ran) => protocol.ran(head, index, &ran, &mut self.ready),
-        }
-    }
 }

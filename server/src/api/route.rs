@@ -13,7 +13,7 @@ use steersman_engine::{Engine, Error, RequestError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
-use super::App;
+use super::app::App;
 use crate::models::Models;
 
 /// Where the requests of a profile go if a policy routes them.
@@ -41,14 +41,10 @@ impl Routes {
     pub fn submit(
         &self,
         engine: &Engine,
-        request: Request,
+        request: Arc<Request>,
     ) -> Result<UnboundedReceiver<Event>, Error> {
-        let again = self.any.then(|| request.clone());
-        let events = engine.submit(request)?;
-        Ok(match again {
-            Some(request) => self.follow(|| request, events),
-            None => events,
-        })
+        let events = engine.submit(Request::clone(&request))?;
+        Ok(self.follow(request, events))
     }
 
     /// Whether the profile has routes.
@@ -59,13 +55,12 @@ impl Routes {
     /// Follows a request that was queued and sends `events`.
     pub fn follow(
         &self,
-        request: impl FnOnce() -> Request,
+        request: Arc<Request>,
         mut events: UnboundedReceiver<Event>,
     ) -> UnboundedReceiver<Event> {
         if !self.any {
             return events;
         }
-        let request = request();
         let (out, receiver) = unbounded_channel();
         let routes = self.clone();
         tokio::spawn(async move {
@@ -75,10 +70,11 @@ impl Routes {
             };
             let Some(Event::Failed(Error::Request(RequestError::Routed { route }))) = first else {
                 first.into_iter().for_each(|event| drop(out.send(event)));
+                drop(request);
                 return pass(events, out, None::<()>).await;
             };
             let taken = tokio::select! {
-                taken = routes.take(&route, request) => taken,
+                taken = routes.take(&route, Arc::unwrap_or_clone(request)) => taken,
                 () = out.closed() => return,
             };
             match taken {
@@ -122,7 +118,8 @@ impl Routes {
     }
 }
 
-/// Passes events on to the last, or until nobody wants them. What is `kept` is given back before the last.
+/// Forwards events until the stream ends or the receiver is dropped. Drops `kept` before the final event, so the permit
+/// is free when the client sees the end.
 async fn pass(
     mut events: UnboundedReceiver<Event>,
     out: UnboundedSender<Event>,

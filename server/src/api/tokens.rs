@@ -13,12 +13,12 @@ use serde_json::{Map, Value};
 use steersman_engine::Error;
 use steersman_engine::request::{RawPrompt, Request};
 
-use super::App;
 use super::access::{Admission, Caller};
+use super::app::App;
 use super::chat::Chat;
 use super::error::ApiError;
 use super::json;
-use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
+use super::protocol::{JSON, Parsed, Protocol};
 
 /// The client's name of the model, and the rest of a body.
 type Named<T> = (Option<String>, T);
@@ -68,7 +68,7 @@ pub async fn tokenize(
 ) -> Result<Json<Tokenized>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
     let field = call.field;
-    app.mcp.offer(&admission, &mut call.request, &mut Vec::new()).await;
+    app.mcp.offer(&admission.profile, &admission.engine, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
         let engine = &admission.engine;
         let tokens = engine.tokenize(&call.request);
@@ -134,7 +134,7 @@ pub async fn apply_template(
     body: Body,
 ) -> Result<Json<Rendered>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
-    app.mcp.offer(&admission, &mut request, &mut Vec::new()).await;
+    app.mcp.offer(&admission.profile, &admission.engine, &mut request, &mut Vec::new()).await;
     let prompt = app.bodies.work(move || admission.engine.render(&request)).await?;
     let prompt = prompt.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
     Ok(Json(Rendered { prompt }))
@@ -174,7 +174,7 @@ async fn read<T: Send + 'static>(
     body: Body,
     parse: fn(Map<String, Value>) -> Result<Named<T>, ApiError>,
 ) -> Result<(T, Admission), ApiError> {
-    let body = read_json(app, headers, body, JSON).await?;
+    let body = app.read_json(headers, body, JSON).await?;
     let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
-    Ok((parsed, admit(app, caller, headers, model).await?))
+    Ok((parsed, app.admit(caller, headers, model).await?))
 }

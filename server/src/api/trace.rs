@@ -20,13 +20,10 @@ use serde_json::{Map, Value};
 use steersman_engine::policy::Record;
 use tokio::sync::mpsc;
 
-use super::App;
 use super::access::Caller;
+use super::app::App;
 use super::error::ApiError;
 use crate::mcp::{Entry, Ran};
-
-/// Traces that are written at a time.
-pub const READERS: usize = 4;
 
 /// Bytes of a piece, and pieces that wait for the client.
 const PIECE_BYTES: usize = 64 << 10;

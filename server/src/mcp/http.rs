@@ -32,7 +32,7 @@ use sse_stream::{Sse, SseStream};
 use tokio::time::sleep_until;
 
 use super::bounds::{MESSAGE_BYTES, Pace, Shape};
-use crate::api::body::is_type;
+use crate::media_type::is_type;
 
 /// Time in which a connection must be opened.
 const CONNECT: Duration = Duration::from_secs(10);

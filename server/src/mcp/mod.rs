@@ -2,31 +2,27 @@
 //! them, and this server runs the calls.
 //!
 //! A request takes this way: [`Mcp::offer`] adds tools to it before it goes to the engine, and
-//! [`rounds::start`] stands between the engine's events and the protocol. It runs the calls of a reply, and
+//! `api/rounds.rs` stands between the engine's events and the protocol. It runs the calls of a reply, and
 //! asks the engine to continue with their results, so that protocols see one reply. Policies judge calls in
 //! the engine, before their events come here.
 //!
 //! ```text
-//! config.rs    the section `[mcp]`, and grants of profiles
 //! server.rs    one server: its connection, calls
 //! listing.rs   its tools
 //! stdio.rs     a server that is a program
 //! http.rs      the HTTP client for servers with an address
 //! bounds.rs    limits on what a server sends, before it is parsed
 //! filter.rs    its requests and notifications
-//! rounds.rs    calls and their results within one reply
 //! journal.rs   the calls of recent requests, for traces
 //! command.rs   `steersman mcp`
 //! ```
 
 mod bounds;
 pub mod command;
-mod config;
 mod filter;
 mod http;
 mod journal;
 mod listing;
-pub mod rounds;
 mod server;
 mod stdio;
 
@@ -35,19 +31,17 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use serde_json::{Map, Value};
+use steersman_engine::Engine;
 use steersman_engine::request::Request;
 
-pub use config::{McpConfig, McpServerConfig};
+pub use crate::config::mcp::{McpConfig, McpServerConfig};
 pub use journal::{Entry, Journal, Ran};
 pub use listing::Tool;
 pub use server::Server;
 
 use self::server::PATIENCE;
-use crate::api::access::Admission;
 use crate::config::ServerConfig;
-
-/// What separates the name of a server from that of its tool. No server's name contains it.
-const SEPARATOR: &str = "__";
+use crate::config::mcp::{SEPARATOR, split};
 
 /// The servers, and what profiles may do with them.
 pub struct Mcp {
@@ -115,7 +109,7 @@ impl Mcp {
         let grants: BTreeMap<_, _> =
             config.profiles.iter().map(|(n, p)| (n.clone(), p.mcp.clone())).collect();
         let granted: BTreeSet<&str> =
-            grants.values().flatten().map(|grant| config::split(grant).0).collect();
+            grants.values().flatten().map(|grant| split(grant).0).collect();
         for name in config.mcp.servers.keys().filter(|name| !granted.contains(name.as_str())) {
             tracing::warn!(server = name, "mcp server not started: no profile grants it");
         }
@@ -131,31 +125,31 @@ impl Mcp {
         })
     }
 
-    /// Adds to a request the tools that its profile grants. `None` if there are none. What is missing is noted.
+    /// Adds to a request for `engine` the tools that its profile grants. `None` if there are none. What is missing is noted.
     ///
     /// A client's tool takes precedence over one of the same name. A client that names the tools that may be
     /// called gets no others.
     pub async fn offer(
         self: &Arc<Self>,
-        admission: &Admission,
+        profile: &str,
+        engine: &Engine,
         request: &mut Request,
         notes: &mut Vec<String>,
     ) -> Option<Toolbox> {
-        let profile = admission.profile.as_str();
         let grants = self.grants.get(profile).filter(|grants| !grants.is_empty())?;
         let has_turns = request.prompt.is_none() && request.embedding.is_none();
         let allowed = request.tool_choice.allowed.clone();
         if !has_turns || allowed.as_ref().is_some_and(Vec::is_empty) {
             return None;
         }
-        if !admission.engine.info().text.supports_tools() {
+        if !engine.info().text.supports_tools() {
             notes.push("mcp: the tools are left out: the model's chat template has none".into());
             return None;
         }
         let name_of = |tool: &Value| Some(tool["function"]["name"].as_str()?.to_string());
         let client: BTreeSet<_> = request.tools.iter().filter_map(name_of).collect();
         let mut tools = BTreeMap::new();
-        let granted: BTreeSet<_> = grants.iter().map(|grant| config::split(grant).0).collect();
+        let granted: BTreeSet<_> = grants.iter().map(|grant| split(grant).0).collect();
         let listed = join_all(granted.iter().map(|name| self.servers[*name].tools(PATIENCE))).await;
         for (server, listed) in granted.into_iter().zip(listed) {
             let listed = match listed {
@@ -197,12 +191,27 @@ impl Mcp {
 
 impl Toolbox {
     /// Whether the client runs calls of `name`. Others are this server's, also those of tools that do not exist.
-    fn is_clients(&self, name: &str) -> bool {
+    pub fn is_clients(&self, name: &str) -> bool {
         self.client.contains(name)
     }
 
+    /// Most rounds of a reply.
+    pub fn rounds(&self) -> u32 {
+        self.mcp.rounds
+    }
+
+    /// The calls of recent requests.
+    pub fn journal(&self) -> &Journal {
+        &self.mcp.journal
+    }
+
+    /// The profile of the request.
+    pub fn profile(&self) -> &str {
+        &self.profile
+    }
+
     /// Calls a tool.
-    async fn call(&self, name: &str, arguments: Map<String, Value>) -> Output {
+    pub async fn call(&self, name: &str, arguments: Map<String, Value>) -> Output {
         match self.tools.get(name) {
             Some((server, tool)) => self.mcp.servers[server].call(tool, arguments).await,
             None => Output::error(format!("there is no tool `{name}`")),

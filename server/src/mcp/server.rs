@@ -22,11 +22,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::Output;
 use super::bounds::{Reason, quoted};
-use super::config::{McpConfig, McpServerConfig, header};
 use super::filter::Filter;
 use super::http::HttpClient;
 use super::listing::{Listing, Tool};
 use super::stdio::Program;
+use crate::config::mcp::{McpConfig, McpServerConfig, header};
 
 /// Time in which a server must list its tools after its start; a program may have to be downloaded.
 pub const START: Duration = Duration::from_secs(60);

@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Sleep, sleep_until, timeout};
 
 use super::bounds::{Pace, Reason, Shape};
-use super::config::McpServerConfig;
+use crate::config::mcp::McpServerConfig;
 
 /// Variables that a program needs to find its files and its user. It inherits no others: they may be
 /// secrets of this server or of other programs.

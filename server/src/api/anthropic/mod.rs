@@ -15,11 +15,11 @@ use steersman_engine::request::{Arguments, CallDelta, Event};
 
 use self::reply::{ContentBlock, Delta};
 pub use self::reply::{InputTokens, MessageEvent, MessageReply, StreamEvent};
-use super::App;
 use super::access::Caller;
+use super::app::App;
 use super::error::ApiError;
 use super::extension::Extension;
-use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
+use super::protocol::{JSON, Parsed, Protocol};
 use super::reply::{Frames, Head, Reply, usage};
 use super::schema::Schemas;
 use crate::mcp::Ran;
@@ -193,12 +193,12 @@ pub async fn count_tokens(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<InputTokens>, ApiError> {
-    let body = read_json(&app, &headers, body, JSON).await?;
+    let body = app.read_json(&headers, body, JSON).await?;
     let Parsed { model, call, .. } = app.bodies.parse(body.bytes, request::parse).await?;
-    let admission = admit(&app, &caller, &headers, model).await?;
+    let admission = app.admit(&caller, &headers, model).await?;
     let mut requests = call?.requests;
     for request in &mut requests {
-        app.mcp.offer(&admission, request, &mut Vec::new()).await;
+        app.mcp.offer(&admission.profile, &admission.engine, request, &mut Vec::new()).await;
     }
     let tokens = app.bodies.work(move || {
         let counts = requests.iter().map(|request| Ok(admission.engine.tokenize(request)?.len()));

@@ -12,11 +12,11 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::request;
-use crate::api::App;
 use crate::api::access::Caller;
+use crate::api::app::App;
 use crate::api::error::ApiError;
 use crate::api::models::described;
-use crate::api::protocol::{destination, read_json};
+
 use crate::models::Description;
 
 /// The server's version.
@@ -146,9 +146,9 @@ pub async fn show(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Shown>, ApiError> {
-    let body = read_json(&app, &headers, body, None).await?;
+    let body = app.read_json(&headers, body, None).await?;
     let name = app.bodies.parse(body.bytes, request::shown).await?;
-    let index = destination(&app, &caller, &headers, name)?.index();
+    let index = app.destination(&caller, &headers, name)?.index();
     let described = described(&app).await?.1.swap_remove(index);
     let info = described.engine.as_ref().map(|engine| engine.info());
     let mut capabilities = vec!["completion"];

@@ -2,7 +2,6 @@
 
 mod reply;
 mod request;
-pub mod store;
 mod stored;
 
 use std::sync::Arc;
@@ -18,13 +17,13 @@ use self::reply::{
     ResponseError, Status,
 };
 use self::request::assistant;
-use self::store::{ResponseStore, Stored};
 use super::error::ApiError;
 use super::extension::Extension;
 use super::params;
 use super::probability::TokenProbabilities;
 use super::protocol::{Parsed, Place, Protocol};
 use super::reply::{Frames, Head, Part, Reply, usage};
+use super::response_store::{ResponseStore, Stored};
 use super::schema::Schemas;
 use crate::mcp::Ran;
 

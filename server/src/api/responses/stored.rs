@@ -8,12 +8,12 @@ use axum::{Extension, Json};
 use serde_json::{Value, json};
 
 use super::request::{LOGPROBS, check_include};
-use super::store::Stored;
 use super::{DeletedResponse, InputItems, Protocol, Responses};
-use crate::api::App;
 use crate::api::access::Caller;
+use crate::api::app::App;
 use crate::api::error::ApiError;
 use crate::api::query::Query;
+use crate::api::response_store::Stored;
 
 /// Items of a page unless the client sets another number, and most of them.
 const PAGE: usize = 20;

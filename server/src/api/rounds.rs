@@ -16,8 +16,8 @@ use steersman_engine::{Engine, Error, RequestError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{Instant, sleep};
 
-use super::{Ran, Toolbox};
-use crate::api::route::Routes;
+use super::route::Routes;
+use crate::mcp::{Ran, Toolbox};
 
 /// Pause before a round is queued again while the queue is full: a reply in progress is not given up.
 const FULL_QUEUE: Duration = Duration::from_millis(100);
@@ -37,7 +37,7 @@ pub fn start(
     toolbox: Arc<Toolbox>,
     engine: Engine,
     routes: Routes,
-    request: Request,
+    request: Arc<Request>,
     events: UnboundedReceiver<Event>,
 ) -> UnboundedReceiver<Progress> {
     let (out, receiver) = unbounded_channel();
@@ -71,8 +71,8 @@ struct Rounds {
     toolbox: Arc<Toolbox>,
     engine: Engine,
     routes: Routes,
-    /// The request of the current round.
-    request: Request,
+    /// The request of the current round. It is copied when the next one is made, if its route holds it still.
+    request: Arc<Request>,
     /// Id of the first one.
     id: String,
     out: UnboundedSender<Progress>,
@@ -133,8 +133,9 @@ impl Rounds {
                 Event::Started { .. } if self.round > 0 => continue,
                 // The rounds share the limits of the reply, whoever set them.
                 Event::Started { max_tokens, max_answer_tokens, .. } => {
-                    self.request.max_tokens = Some(*max_tokens);
-                    self.request.max_answer_tokens = *max_answer_tokens;
+                    let request = Arc::make_mut(&mut self.request);
+                    request.max_tokens = Some(*max_tokens);
+                    request.max_answer_tokens = *max_answer_tokens;
                 }
                 Event::Reasoning(piece) => {
                     if std::mem::take(&mut self.separates_reasoning) {
@@ -191,8 +192,8 @@ impl Rounds {
         reason: &FinishReason,
         used: Usage,
     ) -> Option<(FinishReason, Option<String>)> {
-        let limit = self.toolbox.mcp.rounds;
-        let Request { max_tokens, max_answer_tokens, .. } = self.request;
+        let limit = self.toolbox.rounds();
+        let Request { max_tokens, max_answer_tokens, .. } = *self.request;
         let is_used = |limit: Option<u32>, tokens| limit.is_some_and(|limit| limit <= tokens);
         if reply.calls.is_empty() {
             Some((reason.clone(), None))
@@ -267,7 +268,7 @@ impl Rounds {
         let Reply { reasoning, answer, calls, .. } = reply;
         self.separates_reasoning |= !reasoning.is_empty();
         self.separates_answer |= !answer.is_empty();
-        let request = &mut self.request;
+        let request = Arc::make_mut(&mut self.request);
         request.messages.push(Message {
             role: "assistant".into(),
             content: answer,

@@ -1,8 +1,6 @@
 //! `GET /v1/requests` and `GET /v1/requests/{id}/events`: the requests that run, the newest ones that have
 //! ended, and one of them as it runs.
 
-pub mod register;
-
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,10 +15,10 @@ use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use super::App;
 use super::access::Caller;
+use super::app::App;
 use super::error::ApiError;
-use register::{Entry, Frame, ListedRequest, Watched};
+use super::register::{Entry, Frame, ListedRequest, Watched};
 
 /// Time between two reports of how far a watched request is.
 const REPORT_EVERY: Duration = Duration::from_millis(500);

@@ -9,8 +9,10 @@ use http::{HeaderName, HeaderValue, Uri};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
-use super::SEPARATOR;
-use crate::config::out_of;
+use super::out_of;
+
+/// What separates the name of a server from that of its tool. No server's name contains it.
+pub const SEPARATOR: &str = "__";
 
 /// Most rounds of a reply.
 const ROUNDS: u64 = 1000;

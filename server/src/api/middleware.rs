@@ -1,0 +1,92 @@
+//! What every request passes before its handler: the check of `Host` and `Origin`, the check of its key; and errors on
+//! their way back.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use super::access::{API_KEY, Caller};
+use super::app::App;
+use super::error::{ApiError, Dialect};
+use super::request_id::REQUEST_ID;
+use crate::connections::Connection;
+
+/// Bytes of an error in plain text that are kept when it becomes JSON.
+const ERROR_BYTES: usize = 4096;
+
+/// Rejects HTTP requests without a valid key, and hands their [`Caller`] to the handlers.
+///
+/// Answers to wrong keys are slowed down.
+pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let has_key =
+        [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
+    let connection = request.extensions().get::<Arc<Connection>>().cloned();
+    let caller = app.access.caller(request.headers());
+    let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));
+    let response = match caller {
+        Some(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        None => {
+            app.metrics.unauthorized();
+            ApiError::unauthorized().into_response()
+        }
+    };
+    if may_guess && [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status()) {
+        // Others need not wait for a connection that only waits.
+        connection.inspect(|connection| connection.waits());
+        app.access.pause().await;
+    }
+    response
+}
+
+/// Refuses requests with another server's `Host` or a foreign `Origin`, on all routes.
+pub async fn check_origin(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    match app.origins.check(&request) {
+        Ok(()) => next.run(request).await,
+        Err(error) => {
+            app.metrics.refused(error.code);
+            if let Some(suppressed) = app.refusals.pass() {
+                let (code, reason) = (error.code, &error.message);
+                tracing::warn!(code, reason, suppressed, "request refused");
+            }
+            error.into_response()
+        }
+    }
+}
+
+/// Writes errors as the protocol of the path does, also those that axum writes as plain text, for a
+/// path or a query that cannot be read.
+pub async fn errors(request: Request, next: Next) -> Response {
+    let dialect = Dialect::of(request.uri().path(), request.headers());
+    let id = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let id = id.unwrap_or_default().to_string();
+    let mut response = next.run(request).await;
+    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        let rendered = ApiError { request_id: id, ..error }.respond(dialect);
+        return with_headers_of(rendered, &response);
+    }
+    let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let is_text = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/plain"));
+    if !is_text || !(status.is_client_error() || status.is_server_error()) {
+        return response;
+    }
+    let text = axum::body::to_bytes(response.into_body(), ERROR_BYTES).await.unwrap_or_default();
+    let error = ApiError::of_status(status, &String::from_utf8_lossy(&text));
+    ApiError { request_id: id, ..error }.respond(dialect)
+}
+
+/// `response` with the headers of `other` that it lacks, such as those of CORS.
+fn with_headers_of(mut response: Response, other: &Response) -> Response {
+    for (name, value) in other.headers() {
+        if name != header::CONTENT_LENGTH && !response.headers().contains_key(name) {
+            response.headers_mut().insert(name, value.clone());
+        }
+    }
+    response
+}
