@@ -2,7 +2,7 @@
 //!
 //! Each protocol is a module: `chat`, `completions`, `responses`, `embeddings`, `rerank`, `anthropic`,
 //! `ollama`. It parses a body into the engine's
-//! [`Request`](steersman_engine::request::Request)s and renders their events; `protocol.rs` and
+//! [`Request`](steersman_engine::request::Request)s and renders their events;
 //! `handle.rs` and `respond.rs` are the path between, which all share. Nothing here sees an array or Wasm.
 
 mod access;
