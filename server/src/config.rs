@@ -22,7 +22,6 @@ use steersman_engine::policy::{
     Counted, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };
 use steersman_engine::request::Sampling;
-use steersman_models::hub::Hub;
 use tokio::sync::watch;
 use toml::Spanned;
 
@@ -30,7 +29,6 @@ use self::mcp::McpConfig;
 pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
-use crate::keys::{KeyFile, Opens};
 
 /// Tells of new configurations while the server runs.
 pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
@@ -106,12 +104,6 @@ pub struct ServerConfig {
     pub model_wait_s: u64,
     /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
-    /// Keys besides those above, which change while the server runs.
-    #[serde(skip)]
-    pub key_file: Option<Arc<KeyFile>>,
-    /// Where responses are stored, if anywhere: in the data folder.
-    #[serde(skip)]
-    pub responses_folder: Option<PathBuf>,
     /// `[mcp]`
     #[serde(skip)]
     pub mcp: McpConfig,
@@ -124,12 +116,6 @@ pub struct ServerConfig {
     /// [`ProfileConfig::model`] by profile, where it is set.
     #[serde(skip)]
     pub profile_models: BTreeMap<String, String>,
-    /// Tells of changes while the server runs, if it is to follow any.
-    #[serde(skip)]
-    pub reloads: Option<Reloads>,
-    /// Where models are downloaded from, if not what the environment says: for tests.
-    #[serde(skip)]
-    pub hub: Option<Hub>,
     /// [`FileConfig::models`]
     #[serde(skip)]
     pub models: BTreeMap<String, OnDemandConfig>,
@@ -304,25 +290,13 @@ impl Default for ServerConfig {
             models_bytes: 0,
             model_wait_s: 60,
             shutdown_s: 10,
-            key_file: None,
-            responses_folder: None,
             mcp: McpConfig::default(),
             trace_requests: PolicyConfig::default().trace_requests,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
-            reloads: None,
-            hub: None,
             models: BTreeMap::new(),
             aliases: BTreeMap::new(),
         }
-    }
-}
-
-impl ServerConfig {
-    /// Whether a client needs a key for profiles without keys of their own.
-    pub fn requires_key(&self) -> bool {
-        let created = self.key_file.as_ref().map(|file| file.keys()).unwrap_or_default();
-        !self.api_keys.is_empty() || created.keys.iter().any(|key| key.opens == Opens::AllProfiles)
     }
 }
 

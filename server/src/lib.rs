@@ -20,6 +20,7 @@
 //! media_type.rs the media type of a body
 //! connections.rs limits on open connections
 //! telemetry.rs traces for OpenTelemetry
+//! wiring.rs    what a running server has besides its configuration
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
@@ -69,6 +70,7 @@ pub mod signals;
 pub mod telemetry;
 mod throttle;
 pub mod verify;
+pub mod wiring;
 
-pub use api::app;
+pub use api::{app, app_with};
 pub use steersman_chat as talk;

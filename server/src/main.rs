@@ -23,6 +23,7 @@ use steersman::program::Program;
 use steersman::reload::Reloader;
 use steersman::signals::Signals;
 use steersman::telemetry::Traces;
+use steersman::wiring::Wiring;
 use steersman::{
     bundled, cache, calibrate, check, doctor, environment, exit, keys, log, manage, serve, talk,
     verify,
@@ -436,11 +437,14 @@ fn serve(options: Serve) -> Result<()> {
         file.model.device = device.unwrap_or(file.model.device);
     };
     apply(&mut file);
-    let (mut server, config) = file.check()?;
+    let (server, config) = file.check()?;
     let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
-    server.reloads = reloader.as_ref().map(|(_, reloads)| reloads.clone());
-    server.responses_folder = Some(data_dir.join("responses"));
-    server.key_file = Some(Arc::new(keys::KeyFile::open(&data_dir)?));
+    let wiring = Wiring {
+        keys: Some(Arc::new(keys::KeyFile::open(&data_dir)?)),
+        responses: Some(data_dir.join("responses")),
+        reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
+        hub: None,
+    };
 
     let runtime = Runtime::new().context("starting the runtime")?;
     let entered = runtime.enter();
@@ -457,7 +461,7 @@ fn serve(options: Serve) -> Result<()> {
     // Before loading the model: that takes long, and a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(&server))?;
     let address = listener.local_addr().context("reading the address")?;
-    if !address.ip().is_loopback() && !server.requires_key() {
+    if !address.ip().is_loopback() && server.api_keys.is_empty() && !wiring.has_key() {
         tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
     }
     // Answers 503 while the models are loaded.
@@ -503,7 +507,7 @@ fn serve(options: Serve) -> Result<()> {
     let inactive = policies.report().policies.into_iter().filter(|policy| !policy.is_active());
     // The servers of `[mcp]` are started within it.
     let entered = runtime.enter();
-    loaded_app.get_or_init(|| steersman::app(models, &server));
+    loaded_app.get_or_init(|| steersman::app_with(models, &server, wiring));
     if let Some((reloader, hangups)) = reloader.zip(hangups) {
         runtime.spawn(reloader.0.run(hangups));
     }

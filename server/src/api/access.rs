@@ -143,9 +143,8 @@ impl Sources {
 }
 
 impl Access {
-    /// The keys of `config` and of its file.
-    pub fn new(config: &ServerConfig) -> Self {
-        let file = config.key_file.clone();
+    /// The keys of `config` and those of `file`.
+    pub fn new(config: &ServerConfig, file: Option<Arc<KeyFile>>) -> Self {
         let created = file.as_ref().map(|file| file.keys()).unwrap_or_default();
         let sources = Sources { configured: Keys::new(config), created };
         Self {

@@ -23,6 +23,7 @@ use crate::config::{ProfileAccess, Reloads, ServerConfig};
 use crate::mcp::Mcp;
 use crate::models::Models;
 use crate::throttle::Throttle;
+use crate::wiring::Wiring;
 
 /// Traces that are read at a time.
 const TRACE_READERS: usize = 4;
@@ -65,15 +66,16 @@ impl App {
     /// The state of a server with `models`.
     ///
     /// # Panics
-    /// Outside of a runtime, if a profile grants MCP servers, or `config` has reloads.
-    pub fn new(models: Models, config: &ServerConfig) -> Arc<Self> {
+    /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+    pub fn new(models: Models, config: &ServerConfig, wiring: Wiring) -> Arc<Self> {
+        let Wiring { keys, responses, reloads, hub } = wiring;
         let lifetime = Duration::from_secs(config.responses_days * 86_400);
-        let folder = config.responses_folder.as_ref().filter(|_| config.responses_bytes > 0);
+        let folder = responses.as_ref().filter(|_| config.responses_bytes > 0);
         let store = folder
             .map(|folder| Arc::new(ResponseStore::open(folder, config.responses_bytes, lifetime)));
         let app = Arc::new(Self {
             models,
-            access: Access::new(config),
+            access: Access::new(config, keys),
             metrics: Arc::default(),
             origins: Origins::new(config),
             refusals: Throttle::default(),
@@ -86,11 +88,11 @@ impl App {
             rollbacks: Semaphore::new(1),
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
-            hub: config.hub.clone(),
+            hub,
             body_limit_bytes: config.body_limit_bytes,
             request_timeout: Duration::from_secs(config.request_timeout_s),
         });
-        if let Some(reloads) = config.reloads.clone() {
+        if let Some(reloads) = reloads {
             tokio::spawn(follow(Arc::downgrade(&app), reloads));
         }
         app

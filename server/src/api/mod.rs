@@ -76,13 +76,22 @@ use self::responses::Responses;
 use crate::config::ServerConfig;
 use crate::console;
 use crate::models::Models;
+use crate::wiring::Wiring;
+
+/// As [`app_with`], without anything besides the configuration.
+///
+/// # Panics
+/// Outside of a runtime, if a profile grants MCP servers.
+pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
+    app_with(models, config, Wiring::default())
+}
 
 /// The router of the whole server, to be served or called in a test.
 ///
 /// # Panics
-/// Outside of a runtime, if a profile grants MCP servers, or `config` has reloads.
-pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
-    let app = App::new(models.into(), config);
+/// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring) -> Router {
+    let app = App::new(models.into(), config, wiring);
     let clients = Router::new()
         .route("/chat/completions", post(handle::<Chat>))
         .route("/completions", post(handle::<Completions>))

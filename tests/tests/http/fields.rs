@@ -79,11 +79,8 @@ async fn post_to(app: &Router, path: &str, body: &Value) -> (StatusCode, Bytes) 
 #[tokio::test]
 async fn each_field_does_what_its_table_says() {
     let folder = tempfile::tempdir().unwrap();
-    let config = ServerConfig {
-        responses_folder: Some(folder.path().join("responses")),
-        ..ServerConfig::default()
-    };
-    let (app, _) = app_with(&config, answer);
+    let wiring = storing_in(&folder.path().join("responses"));
+    let (app, _) = app_wired(&ServerConfig::default(), wiring, answer);
     let (_, stored) = post_to(&app, "/v1/responses", &json!({"input": "Hi"})).await;
     let stored: Value = serde_json::from_slice(&stored).unwrap();
     let id = stored["id"].as_str().unwrap();

@@ -30,13 +30,13 @@ fn keys(folder: &Path, command: &str) -> Result<String, String> {
 
 fn app_in(folder: &TempDir) -> Router {
     let config = ServerConfig {
-        key_file: Some(Arc::new(KeyFile::open(folder.path()).unwrap())),
         profiles: ["default", "strict"]
             .map(|name| (name.to_string(), ProfileAccess::default()))
             .into(),
         ..ServerConfig::default()
     };
-    app_with(&config, answer).0
+    let keys = Some(Arc::new(KeyFile::open(folder.path()).unwrap()));
+    app_wired(&config, Wiring { keys, ..Wiring::default() }, answer).0
 }
 
 /// The status of a chat with this key, to this profile.

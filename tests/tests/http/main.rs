@@ -36,6 +36,7 @@ mod round_trip;
 mod structure;
 mod tolerance;
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -46,6 +47,7 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
+use steersman::wiring::Wiring;
 use steersman_engine::internals::engine::{Engine, Info};
 use steersman_engine::internals::queue::{Job, Queue, Taken};
 use steersman_engine::request::{
@@ -186,6 +188,22 @@ fn app_with(config: &ServerConfig, script: fn() -> Vec<Act>) -> (Router, Arc<See
     enable_log();
     let (engine, seen) = engine(8, script);
     (steersman::app(engine, config), seen)
+}
+
+/// As [`app_with`], with what a running server has besides its configuration.
+fn app_wired(
+    config: &ServerConfig,
+    wiring: Wiring,
+    script: fn() -> Vec<Act>,
+) -> (Router, Arc<Seen>) {
+    enable_log();
+    let (engine, seen) = engine(8, script);
+    (steersman::app_with(engine, config, wiring), seen)
+}
+
+/// The wiring of a server that stores responses in `folder`.
+fn storing_in(folder: &Path) -> Wiring {
+    Wiring { responses: Some(folder.into()), ..Wiring::default() }
 }
 
 /// Enables every log line in all threads, and discards it. Otherwise a line that another test reaches while

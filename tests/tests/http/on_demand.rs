@@ -91,14 +91,14 @@ async fn keys_limits_and_aliases_follow_the_configuration() {
         let text = format!(
             "[server]\napi_keys = ['{key}']\n[model]\nname = 'owner/tiny'\n[aliases]\n{alias} = 'owner/tiny'"
         );
-        let (server, _) = FileConfig::parse(&text).unwrap().check().unwrap();
-        ServerConfig { reloads: Some(follows.clone()), ..server }
+        FileConfig::parse(&text).unwrap().check().unwrap().0
     };
     let (engine, _) = engine(8, answer);
     let models = Models::from(engine);
     let first = config("old", "gpt");
     models.set_aliases(first.aliases.clone());
-    let app = steersman::app(models, &first);
+    let wiring = Wiring { reloads: Some(follows), ..Wiring::default() };
+    let app = steersman::app_with(models, &first, wiring);
     let status = async |key: &str, model: &str| {
         let mut request = post(body(json!({"model": model})).to_string());
         request

@@ -60,12 +60,9 @@ async fn app_with_routes(cache: &Path, routes: Router) -> Router {
         axum::serve(listener, routes).await.unwrap();
     });
     let hub = Hub { endpoint, cache: cache.into(), token: None, offline: false };
-    let config = ServerConfig {
-        admin_keys: vec!["op".to_string().into()],
-        hub: Some(hub),
-        ..ServerConfig::default()
-    };
-    app_with(&config, answer).0
+    let config =
+        ServerConfig { admin_keys: vec!["op".to_string().into()], ..ServerConfig::default() };
+    app_wired(&config, Wiring { hub: Some(hub), ..Wiring::default() }, answer).0
 }
 
 async fn pull(app: &Router, path: &str, key: &str, body: &Value) -> (u16, String) {

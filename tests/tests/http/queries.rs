@@ -19,9 +19,7 @@ async fn ask(app: &Router, method: Method, path: &str, body: &Value) -> (StatusC
 }
 
 fn storing(folder: &std::path::Path) -> Router {
-    let responses_folder = Some(folder.to_path_buf());
-    let config = ServerConfig { responses_folder, ..ServerConfig::default() };
-    app_with(&config, answer).0
+    app_wired(&ServerConfig::default(), storing_in(folder), answer).0
 }
 
 /// F19 and its kind: the query of `GET /v1/responses/{id}/input_items?limit=1` was ignored, as was that of every other

@@ -60,9 +60,7 @@ fn reasons_and_calls() -> Vec<Act> {
 
 /// An app that stores responses in `folder`.
 fn storing(folder: &std::path::Path) -> (Router, Arc<Seen>) {
-    let responses_folder = Some(folder.to_path_buf());
-    let config = ServerConfig { responses_folder, ..ServerConfig::default() };
-    app_with(&config, answer)
+    app_wired(&ServerConfig::default(), storing_in(folder), answer)
 }
 
 #[tokio::test]
@@ -467,11 +465,10 @@ async fn stored_response_belongs_to_its_profile() {
     let access =
         |key: &str| ProfileAccess { api_keys: vec![key.into()], ..ProfileAccess::default() };
     let config = ServerConfig {
-        responses_folder: Some(folder.path().into()),
         profiles: [("strict".to_string(), access("sk-strict"))].into(),
         ..ServerConfig::default()
     };
-    let (app, _) = app_with(&config, answer);
+    let (app, _) = app_wired(&config, storing_in(folder.path()), answer);
     let mut with_key = request(Method::POST, "/v1/responses", &json!({"input": "secret"}));
     with_key.headers_mut().insert("authorization", "Bearer sk-strict".parse().unwrap());
     let reply = json_of(send(&app, with_key).await).await;

@@ -16,9 +16,10 @@ async fn posted(app: &Router, path: &str, body: Value) -> Response {
 #[tokio::test]
 async fn responses_have_calls_as_items_and_keep_them_in_the_conversation() {
     let (folder, stored) = (folder(), folder());
-    let mut config = config(program(folder.path()));
-    config.responses_folder = Some(stored.path().into());
-    let (app, seen) = app_that(&config, reads());
+    let config = config(program(folder.path()));
+    enable_log();
+    let (engine, seen) = engine_that("owner/tiny", 8, reads());
+    let app = steersman::app_with(engine, &config, storing_in(stored.path()));
     let request = json!({"input": "Read it.", "stream": true});
     let text = bytes(posted(&app, "/v1/responses", request).await).await;
     let text = std::str::from_utf8(&text).unwrap();

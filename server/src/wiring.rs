@@ -1,0 +1,30 @@
+//! What a running server has besides its configuration.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use steersman_models::hub::Hub;
+
+use crate::config::Reloads;
+use crate::keys::{KeyFile, Opens};
+
+/// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
+#[derive(Debug, Clone, Default)]
+pub struct Wiring {
+    /// Keys besides those of the configuration, which change while the server runs.
+    pub keys: Option<Arc<KeyFile>>,
+    /// The folder where responses are stored.
+    pub responses: Option<PathBuf>,
+    /// Tells of changes of the configuration.
+    pub reloads: Option<Reloads>,
+    /// Where models are downloaded from, if not from the hub that the environment names.
+    pub hub: Option<Hub>,
+}
+
+impl Wiring {
+    /// Whether a key was created that opens all profiles.
+    pub fn has_key(&self) -> bool {
+        let created = self.keys.as_ref().map(|file| file.keys()).unwrap_or_default();
+        created.keys.iter().any(|key| key.opens == Opens::AllProfiles)
+    }
+}
