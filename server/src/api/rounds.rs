@@ -258,9 +258,7 @@ impl Rounds {
             milliseconds,
             "mcp tool called"
         );
-        let Toolbox { mcp, profile, .. } = &*self.toolbox;
-        let call = if mcp.traced.contains(profile) { ran.clone() } else { ran.masked() };
-        mcp.journal.add(&self.id, profile, call);
+        self.toolbox.record(&self.id, ran);
     }
 
     /// Makes the request of the next round. `used` is what the last one used of the client's limits.
@@ -290,8 +288,7 @@ impl Rounds {
 
     /// Queues the next round; `None` if the reply ends instead.
     async fn submit(&mut self) -> Option<UnboundedReceiver<Event>> {
-        let Toolbox { mcp, profile, .. } = &*self.toolbox;
-        mcp.journal.continues(&self.id, profile, &self.request.id);
+        self.toolbox.continues(&self.id, &self.request.id);
         loop {
             match self.routes.submit(&self.engine, self.request.clone()) {
                 Ok(events) => return Some(events),

@@ -235,14 +235,16 @@ impl Toolbox {
         self.mcp.rounds
     }
 
-    /// The calls of recent requests.
-    pub fn journal(&self) -> &Journal {
-        &self.mcp.journal
+    /// Enters a call of the request `id` into the journal, without texts unless its profile traces them.
+    pub fn record(&self, id: &str, ran: &Ran) {
+        let is_traced = self.mcp.traced.contains(&self.profile);
+        let call = if is_traced { ran.clone() } else { ran.masked() };
+        self.mcp.journal.add(id, &self.profile, call);
     }
 
-    /// The profile of the request.
-    pub fn profile(&self) -> &str {
-        &self.profile
+    /// Enters the request `next` into the journal, with which the reply to the request `id` continues.
+    pub fn continues(&self, id: &str, next: &str) {
+        self.mcp.journal.continues(id, &self.profile, next);
     }
 
     /// Calls a tool.

@@ -7,9 +7,9 @@ mod request;
 use serde_json::{Map, Value};
 use steersman_engine::request::{CallDelta, Event};
 
-pub use self::reply::{
-    AssistantMessage, CallPiece, ChatChoice, ChatCompletion, ChatCompletionChunk, ChatLogprobs,
-    ChunkChoice, ChunkExtension, Delta, FinishReason, PromptTokens, Usage,
+pub(crate) use self::reply::{
+    CallPiece, ChatChoice, ChatCompletion, ChatCompletionChunk, ChatLogprobs, ChunkChoice,
+    ChunkExtension, Delta, FinishReason, PromptTokens, Usage,
 };
 use super::error::ApiError;
 use super::extension::{Extension, ToolRun};

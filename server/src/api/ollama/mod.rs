@@ -148,6 +148,9 @@ impl<const CHAT: bool> Ollama<CHAT> {
         };
         let (usage, times) = (usage(head, replies), head.times);
         let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
+        let mut steersman = Extension::new(head, &reply.finished);
+        // `eval_count` has no parts.
+        steersman.reasoning_tokens = Some(usage.reasoning_tokens);
         let end = End {
             total_duration: times.ended,
             load_duration: times.started,
@@ -155,11 +158,7 @@ impl<const CHAT: bool> Ollama<CHAT> {
             prompt_eval_duration: first_piece.saturating_sub(times.started),
             eval_count: usage.reply_tokens(),
             eval_duration: times.ended - first_piece,
-            // `eval_count` has no parts.
-            steersman: Extension {
-                reasoning_tokens: Some(usage.reasoning_tokens),
-                ..Extension::new(head, &reply.finished)
-            },
+            steersman,
         };
         Line { done_reason: Some(reason), end: Some(end), ..line }
     }

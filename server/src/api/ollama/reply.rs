@@ -14,11 +14,11 @@ use crate::api::reply::Head;
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(rename = "{C}")]
 pub struct Line<C> {
-    model: String,
-    created_at: String,
-    done: bool,
+    pub model: String,
+    pub created_at: String,
+    pub done: bool,
     #[serde(flatten)]
-    content: C,
+    pub content: C,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub logprobs: Vec<TokenProbabilities>,
     #[serde(skip_serializing_if = "Option::is_none")]
