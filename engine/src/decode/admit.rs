@@ -110,6 +110,7 @@ impl Decoder {
             draft: None,
             plain_steps: 0,
             passed_over: 0,
+            awaits_mask: None,
             preempted: 0,
             since: 0,
             body,

@@ -151,6 +151,7 @@ impl Decoder {
             stall: Duration::from_millis(config.engine.stall_ms.into()),
             pass_costs: PassCosts::default(),
             debt: Debt::default(),
+            mask_time: Duration::ZERO,
             runs_at_once: false,
             speculation: config.speculation,
             draft_model,

@@ -126,6 +126,8 @@ pub struct Decoder {
     pub(crate) prefill_chunk: usize,
     /// The longest time of a pass beside streams; see [`crate::schedule::plan::Budget`].
     pub(crate) stall: Duration,
+    /// Time that this step has spent on grammars.
+    pub(crate) mask_time: Duration,
     pub(crate) pass_costs: PassCosts,
     pub(crate) debt: Debt,
     /// Whether passes run on this thread, as one has; see [`step`].

@@ -1,5 +1,7 @@
 //! Settles a sequence after a commit: its cache follows its tokens, and its next token is sampled.
 
+use std::time::Instant;
+
 use super::Decoder;
 use crate::error::Result;
 use crate::sample::samples::Logits;
@@ -15,14 +17,26 @@ impl Decoder {
     }
 
     /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
-    /// if it was dropped. While its policy is called on a thread, its tokens are not final: later.
+    /// if it was dropped. While its policy is called on a thread, its tokens are not final: later. So is a mask after
+    /// those of this step have taken as long as a step may: 32 choices in a form with slow masks delay the others by
+    /// one of them.
     pub(crate) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
         if sequence.hooks.is_away() {
             return Ok(());
         }
+        let waiting = sequence.awaits_mask.take();
         if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some())
         {
-            sequence.follow_grammar(&self.text)?;
+            let start = Instant::now();
+            let is_late = self.mask_time > self.stall && sequence.stale_from.is_none();
+            if is_late && sequence.is_in_form() {
+                sequence.awaits_mask = waiting.or(Some(start));
+                sequence.plain_steps = 0;
+                return Ok(());
+            }
+            let followed = sequence.follow_grammar(&self.text);
+            self.mask_time += start.elapsed();
+            followed?;
             if sequence.hooks.is_away() {
                 return Ok(());
             }

@@ -10,7 +10,7 @@
 //! its row runs again in a pass of its own.
 
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -77,6 +77,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
     pub(crate) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
+        self.mask_time = Duration::ZERO;
         for sequence in running.iter_mut().filter(|sequence| sequence.hooks.is_back()) {
             let steered = catch_panic(sequence.stage(), || self.take_answer(sequence));
             sequence.check(steered);
@@ -94,7 +95,12 @@ impl Decoder {
         wait_for_tokens(running, &pending);
         let waited = start.elapsed() - proposed - ran;
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
-        for (sequence, sampled) in running.iter_mut().zip(pending) {
+        let mut pending: Vec<_> = pending.into_iter().enumerate().collect();
+        // Masks that have waited longest come first.
+        let waiting = |sequence: &Sequence| (sequence.awaits_mask.is_none(), sequence.awaits_mask);
+        pending.sort_by_key(|&(index, _)| waiting(&running[index]));
+        for (index, sampled) in pending {
+            let sequence = &mut running[index];
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
             }
@@ -229,7 +235,7 @@ impl Decoder {
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
             // A near-tie that was found before the pass runs again alone.
             let near_tie = sequence.runs_alone && several;
-            if waits || near_tie || sequence.hooks.is_away() {
+            if waits || near_tie || sequence.hooks.is_away() || sequence.awaits_mask.is_some() {
                 continue;
             }
             let mut step = sequence.sampler.steps();

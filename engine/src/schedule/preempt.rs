@@ -208,7 +208,7 @@ impl Decoder {
         sequence.drafters.clear();
         (sequence.sampled, sequence.next_logits) = (None, None);
         (sequence.draft, sequence.stale_from) = (None, None);
-        (sequence.runs_alone, sequence.plain_steps) = (false, 0);
+        (sequence.runs_alone, sequence.plain_steps, sequence.awaits_mask) = (false, 0, None);
     }
 
     /// Resumes a preempted sequence.

@@ -138,7 +138,7 @@ impl Sequence {
     }
 
     /// Whether a grammar applies to the next token.
-    fn is_in_form(&self) -> bool {
+    pub fn is_in_form(&self) -> bool {
         let reply = &self.reply_state.reply;
         let phase = reply.phase();
         self.constraint.as_ref().is_some_and(|constraint| match constraint.scope() {

@@ -101,6 +101,9 @@ pub struct Sequence {
     pub plain_steps: u32,
     /// Steps in a row in which its prompt waited for those of others.
     pub passed_over: u32,
+    /// Since when the mask of its next token waits for those of others; no row of the sequence runs until it is
+    /// computed.
+    pub awaits_mask: Option<Instant>,
     /// How often it was preempted.
     pub preempted: u32,
     /// Since when it waits for a turn, by the queue's stamp; 0 is before all others of its profile.

@@ -1,12 +1,15 @@
 //! No request delays one of another profile by more than a turn, whatever it asks for.
 
+use std::time::Duration;
+
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::scripted::*;
 use crate::config::{Config, Profile};
 use crate::decode::Decoder;
 use crate::policy::SamplingPatch;
-use crate::request::{Choices, Embedding, Event, RawPrompt, Request};
+use crate::request::{Choices, Embedding, Event, Form, RawPrompt, Request, ResponseFormat};
+use crate::sequence::Sequence;
 
 /// Sequences that run at once.
 const SLOTS: usize = 4;
@@ -127,6 +130,55 @@ fn one_request_delays_another_profile_by_at_most_a_turn() {
                 }
             }
         }
+    }
+}
+
+/// The masks of 32 choices were computed in each step, one after another: a form whose masks take a tenth of a second
+/// made every step take three seconds for all. Here a step has time for one mask. Each choice in a form gets its own in
+/// turn, a request without a form runs in every step, and the replies are those of a decoder with time for all.
+#[test]
+fn masks_of_one_request_delay_others_by_one_of_them() {
+    for name in ["llama", "qwen3_next"] {
+        let form = Form::Regex("([0-9]{9},){3}".into());
+        let form = ResponseFormat { field: "response_format", form };
+        let body = || {
+            let format = Request { ignores_end: false, ..request("default", 12, 30) };
+            vec![choices(Request { response_format: Some(form.clone()), ..format }, 3)]
+        };
+        let replies = |decoder: &mut Decoder| -> Vec<_> {
+            decoder.speculation.forced = false;
+            let events = decoder.queue.add_all(body()).unwrap();
+            finish(decoder);
+            events.into_iter().map(|mut events| reply(&mut events).unwrap().0).collect()
+        };
+        let expected = replies(&mut decoder(name));
+        assert!(expected.iter().all(|text| text.len() == 30), "{expected:?}");
+
+        let decoder = &mut decoder(name);
+        (decoder.stall, decoder.speculation.forced) = (Duration::ZERO, false);
+        let idle = steps(decoder, request("other", 12, 4));
+        let events = decoder.queue.add_all(body()).unwrap();
+        (0..6).for_each(|_| turn(decoder));
+        let length = |decoder: &Decoder, profile: &str| -> Vec<usize> {
+            let own = decoder.sequences.iter().filter(|s| s.request.profile == profile);
+            own.map(Sequence::reply_len).collect()
+        };
+        let before = length(decoder, "default");
+        let taken = steps(decoder, request("other", 12, 4));
+        assert!(taken <= idle + 1, "{name}: {taken} steps, alone {idle}");
+        let after = length(decoder, "default");
+        let gained: Vec<_> =
+            after.iter().zip(&before).map(|(after, before)| after - before).collect();
+        // One of them each step, and no choice twice before the others.
+        assert!(gained.iter().sum::<usize>() <= taken + 1, "{name}: {gained:?} in {taken} steps");
+        assert!(
+            gained.iter().max().unwrap() - gained.iter().min().unwrap() <= 1,
+            "{name}: {gained:?}"
+        );
+        finish(decoder);
+        let found: Vec<_> =
+            events.into_iter().map(|mut events| reply(&mut events).unwrap().0).collect();
+        assert_eq!(found, expected, "{name}");
     }
 }
 
