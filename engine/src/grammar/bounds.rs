@@ -13,6 +13,7 @@
 //!   this product ([`Sets::product_bits`]); [`PRODUCT_BITS`] is the largest that is enforced.
 //!   What stays too expensive for its fuel, as long repetitions of `.` within repetitions, is ended by
 //!   [`super::watch`] in masks, and by the deadline of [`super::compile`] before.
+//! - **Multiples.** See [`super::multiple`].
 //! - **Pairs.** The options of `oneOf`, and the patterns of `patternProperties`, are compared in pairs.
 //!
 //! # Why not a child process
@@ -27,6 +28,8 @@ use llguidance::derivre::{ExprRef, RegexBuilder};
 use llguidance::earley::lexerspec::{LexemeIdx, LexerSpec};
 use llguidance::regex_to_lark;
 use serde_json::{Map, Value};
+
+use super::multiple::Multiples;
 
 /// Most levels of a form: references, rules and brackets that may be nested in one another.
 const LEVELS: usize = 8192;
@@ -188,13 +191,14 @@ pub fn check_schema(schema: &Value) -> Result<(), Excess> {
     check.strings(schema, "").map(drop)
 }
 
-/// Patterns that are intersected for the strings in one place, as far as they are known.
+/// What is intersected for the strings and numbers in one place, as far as it is known.
 #[derive(Debug, Clone, Copy, Default)]
 struct Part {
     bits: f64,
     count: usize,
     /// Whether the length is limited. Several limits become one.
     has_length: bool,
+    multiples: Multiples,
 }
 
 impl Part {
@@ -203,6 +207,7 @@ impl Part {
             bits: self.bits.max(other.bits),
             count: self.count.max(other.count),
             has_length: self.has_length || other.has_length,
+            multiples: self.multiples.or(other.multiples),
         }
     }
 
@@ -211,6 +216,7 @@ impl Part {
             bits: self.bits + other.bits,
             count: self.count + other.count,
             has_length: self.has_length || other.has_length,
+            multiples: self.multiples.and(other.multiples),
         }
     }
 
@@ -224,8 +230,9 @@ impl Part {
     }
 }
 
-/// The strings with patterns in a schema, by the last step that leads to them: the schema itself, a property,
-/// any property, an item. Strings in different places may share a step, never the other way round.
+/// The strings and numbers in a schema that are intersected, by the last step that leads to them: the schema
+/// itself, a property, any property, an item. Those in different places may share a step, never the other way
+/// round.
 type Strings = BTreeMap<Step, Part>;
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -261,12 +268,18 @@ impl<'a> SchemaCheck<'a> {
         let has_length = ["minLength", "maxLength"].iter().any(|key| keywords.contains_key(*key));
         let mut own = Part { has_length, ..Part::default() };
         if let Some(pattern) = text("pattern") {
-            own = own.and(Part { bits: self.pattern(pattern), count: 1, has_length });
+            let bits = self.pattern(pattern);
+            own = own.and(Part { bits, count: 1, ..Part::default() });
         }
         if text("format").is_some() {
-            own = own.and(Part { bits: FORMAT_BITS, count: 1, has_length });
+            own = own.and(Part { bits: FORMAT_BITS, count: 1, ..Part::default() });
         }
-        if own.count > 0 || has_length {
+        if let Some(number) = keywords.get("multipleOf").and_then(Value::as_f64) {
+            let one = Multiples::one(number);
+            own.multiples =
+                one.or_else(|problem| excess(&format!("{place}.multipleOf"), problem))?;
+        }
+        if own.count > 0 || has_length || own.multiples.count > 0 {
             all.insert(Step::Itself, own);
         }
         // Parts of the schema's own: one string is in one of them.
@@ -422,6 +435,7 @@ impl<'a> SchemaCheck<'a> {
             if part.product_bits() > PATTERN_BITS {
                 return excess(at, TOO_MANY);
             }
+            part.multiples.check().or_else(|problem| excess(at, problem))?;
         }
         Ok(())
     }

@@ -45,6 +45,7 @@ mod calls;
 mod compile;
 mod dead;
 mod gbnf;
+mod multiple;
 mod parameter;
 mod schema;
 #[cfg(test)]
