@@ -11,6 +11,7 @@ use super::preparation;
 use super::{Decoder, memory};
 use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
+use crate::grammar::Grammars;
 use crate::request::{Event, Request};
 use crate::schedule::queue::{Next, Queue};
 use crate::sequence::Sequence;
@@ -28,7 +29,7 @@ impl Decoder {
         let (queue, preparer) = (self.queue.clone(), self.preparer.clone());
         std::thread::scope(|scope| {
             // Also after a panic: nobody may wait for this thread then.
-            let _ended = Ended(&queue);
+            let _ended = Ended { queue: &queue, grammars: &preparer.grammars };
             for lane in preparation::THREADS {
                 let thread = std::thread::Builder::new().name("prepare".into());
                 let (queue, preparer) = (&queue, &preparer);
@@ -254,11 +255,16 @@ impl Decoder {
     }
 }
 
-/// Marks the queue as ended when it is dropped, after a panic too.
-struct Ended<'a>(&'a Queue);
+/// Marks the queue as ended when it is dropped, after a panic too, and ends the waits of the threads that prepare
+/// requests.
+struct Ended<'a> {
+    queue: &'a Queue,
+    grammars: &'a Grammars,
+}
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        self.0.end();
+        self.grammars.end();
+        self.queue.end();
     }
 }

@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -22,8 +23,11 @@ use super::Grammar;
 /// Elapsed time of a compilation, with its wait for others. A busy machine takes ten times as long as an idle one.
 const DEADLINE: Duration = Duration::from_secs(20);
 
+/// How often a wait looks whether the engine ends.
+const TICK: Duration = Duration::from_millis(100);
+
 /// Compilations that run at once, with those that are late.
-const COMPILATIONS: usize = 4;
+pub(super) const COMPILATIONS: usize = 4;
 
 /// Most forms that are remembered.
 pub(super) const FORMS: usize = 32;
@@ -39,6 +43,8 @@ pub type FormDigest = [u8; 32];
 pub struct Compiler {
     running: Arc<(Mutex<usize>, Condvar)>,
     forms: Mutex<Remembered>,
+    /// Whether the engine ends.
+    ends: AtomicBool,
 }
 
 /// The newest forms, in the order of their last use.
@@ -86,6 +92,12 @@ impl Compiler {
         self.forms.lock().compiled
     }
 
+    /// Compilations that run.
+    #[cfg(test)]
+    pub fn running(&self) -> usize {
+        *self.running.0.lock()
+    }
+
     #[cfg(test)]
     pub fn remembered(&self) -> usize {
         self.forms.lock().forms.len()
@@ -101,7 +113,7 @@ impl Compiler {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
         let end = Instant::now() + DEADLINE;
-        let place = Place::take(&self.running, end).ok_or_else(late)?;
+        let place = self.place(end)?;
         let (sender, receiver) = channel();
         let thread = std::thread::Builder::new().name("form".into()).stack_size(stack);
         let spawned = thread.spawn(move || {
@@ -110,11 +122,41 @@ impl Compiler {
             let _ = sender.send(work());
         });
         spawned.map_err(|error| format!("cannot be compiled: no thread for it: {error}"))?;
-        let left = end.saturating_duration_since(Instant::now());
-        receiver.recv_timeout(left).map_err(|error| match error {
-            RecvTimeoutError::Timeout => late(),
-            RecvTimeoutError::Disconnected => "cannot be compiled: the compiler failed".into(),
-        })
+        loop {
+            match receiver.recv_timeout(TICK) {
+                Ok(result) => return Ok(result),
+                Err(RecvTimeoutError::Timeout) => self.check(end)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err("cannot be compiled: the compiler failed".into());
+                }
+            }
+        }
+    }
+
+    /// Waits for one of the [`COMPILATIONS`].
+    fn place(&self, end: Instant) -> Result<Place, String> {
+        let (count, changed) = &*self.running;
+        let mut count = count.lock();
+        while *count >= COMPILATIONS {
+            changed.wait_for(&mut count, TICK);
+            self.check(end)?;
+        }
+        *count += 1;
+        Ok(Place(self.running.clone()))
+    }
+
+    /// Checks that the result of a compilation may still be waited for.
+    fn check(&self, end: Instant) -> Result<(), String> {
+        match Instant::now() < end {
+            _ if self.ends.load(Relaxed) => Err("is not compiled: the server stops".into()),
+            true => Ok(()),
+            false => Err(late()),
+        }
+    }
+
+    /// Ends every wait for a compilation: the engine ends, and those that run end by themselves.
+    pub fn end(&self) {
+        self.ends.store(true, Relaxed);
     }
 }
 
@@ -127,21 +169,6 @@ fn late() -> String {
 
 /// One of the [`COMPILATIONS`]; free again when it is dropped.
 struct Place(Arc<(Mutex<usize>, Condvar)>);
-
-impl Place {
-    /// Waits for a place until `end`.
-    fn take(running: &Arc<(Mutex<usize>, Condvar)>, end: Instant) -> Option<Self> {
-        let (count, changed) = &**running;
-        let mut count = count.lock();
-        while *count >= COMPILATIONS {
-            if changed.wait_until(&mut count, end).timed_out() {
-                return None;
-            }
-        }
-        *count += 1;
-        Some(Self(running.clone()))
-    }
-}
 
 impl Drop for Place {
     fn drop(&mut self) {

@@ -146,6 +146,11 @@ impl Grammars {
         self.compile_form(wanted).map(drop)
     }
 
+    /// Ends every wait for a compilation, with an error.
+    pub fn end(&self) {
+        self.compiler.end();
+    }
+
     fn compile_form(&self, mut wanted: Wanted) -> Result<Grammar, RequestError> {
         let field = wanted.field();
         wanted.check_size()?;

@@ -2,6 +2,8 @@
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
+use parking_lot::Mutex;
+
 use super::*;
 use crate::policy::Vocabulary;
 
@@ -328,6 +330,30 @@ fn schemas_of_tools_are_bounded_as_forms_are() {
     definitions.insert("d9".into(), json!({"type": "integer"}));
     let fanned = json!({"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions});
     let _ = grammars.compile(&tool(fanned));
+}
+
+/// The end of an engine waits for its threads that prepare requests, and these waited up to 20 s for a compilation:
+/// SIGTERM ended the process that much later than its grace.
+#[test]
+fn the_end_of_an_engine_waits_for_no_compilation() {
+    let compiler = Arc::new(Compiler::default());
+    let (release, held) = channel::<()>();
+    let held = Arc::new(Mutex::new(held));
+    // One more than may run.
+    let wait = |_| {
+        let (compiler, held) = (compiler.clone(), held.clone());
+        std::thread::spawn(move || compiler.run(1 << 20, move || drop(held.lock().recv())))
+    };
+    let waits: Vec<_> = (0..=compile::COMPILATIONS).map(wait).collect();
+    while compiler.running() < compile::COMPILATIONS {
+        std::thread::yield_now();
+    }
+    compiler.end();
+    for wait in waits {
+        let problem = wait.join().unwrap().unwrap_err();
+        assert!(problem.contains("the server stops"), "{problem}");
+    }
+    drop(release);
 }
 
 fn expression(random: &mut Random, depth: usize) -> String {
