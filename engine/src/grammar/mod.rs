@@ -591,6 +591,8 @@ fn describe(problem: &str) -> String {
             .into()
     } else if is("Current row has") || is("Too many items") {
         "it allows too many alternatives in one place; use fewer".into()
+    } else if is("NoExtensionBias") {
+        "no text is in this form: what must follow matches nothing, or never ends".into()
     } else {
         problem.into()
     }

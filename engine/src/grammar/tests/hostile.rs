@@ -233,6 +233,19 @@ fn a_form_that_leads_into_a_dead_end_is_refused_with_the_path() {
         let (path, problem) = refused.unwrap_or_else(|| panic!("{form:?}"));
         assert!(path.starts_with(expected), "{path}: {problem}");
     }
+    // Each ended with a word of llguidance's: "NoExtensionBias".
+    for form in [
+        Form::Lark("start: start".into()),
+        Form::Regex("a[^\\s\\S]b".into()),
+        Form::Lark("root ::= root \"a\"".into()),
+        Form::JsonSchema(
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+        ),
+        Form::JsonSchema(json!({"allOf": [{"$ref": "#"}]})),
+    ] {
+        let (_, problem) = follow_in_time(&grammars, form.clone(), 4).refused.unwrap();
+        assert!(problem.contains("no text is in this form"), "{problem} {form:?}");
+    }
     // The names that no pattern leaves are no dead end if another name may follow.
     for schema in [
         json!({"type": "object", "patternProperties": {"^.*$": {"type": "integer"}}}),
@@ -342,7 +355,7 @@ fn the_end_of_an_engine_waits_for_no_compilation() {
     // One more than may run.
     let wait = |_| {
         let (compiler, held) = (compiler.clone(), held.clone());
-        std::thread::spawn(move || compiler.run(1 << 20, move || drop(held.lock().recv())))
+        std::thread::spawn(move || compiler.run(1 << 20, move || held.lock().recv().is_ok()))
     };
     let waits: Vec<_> = (0..=compile::COMPILATIONS).map(wait).collect();
     while compiler.running() < compile::COMPILATIONS {
