@@ -12,7 +12,7 @@ use std::cmp::Reverse;
 
 use steersman_engine::config::Config;
 use steersman_engine::tools::Decoder;
-use steersman_engine::tools::verify::DecodePath;
+use steersman_engine::tools::verify::{DecodePath, verify};
 use steersman_tests::{load, load_from, speculation_prompts};
 
 /// Longest replies, in tokens.
@@ -51,7 +51,8 @@ fn measure(decoder: &mut Decoder, kind: &str, temperature: f32, rounds: usize) {
     let [mut drafted, mut accepted, mut passes, mut tokens] = [0; 4];
     for round in 0..=rounds {
         let outcomes =
-            decoder.verify(&requests, &[Plain, Governed, Governed, Plain], TOKENS, |_| ()).unwrap();
+            verify(decoder, &requests, &[Plain, Governed, Governed, Plain], TOKENS, |_| ())
+                .unwrap();
         if round == 0 {
             continue;
         }
