@@ -325,6 +325,11 @@ pub enum RawPrompt {
 const VALUE_BYTES: usize = 8;
 
 impl Message {
+    /// Returns true for text of the operator or of the developer, which is not a turn.
+    pub fn is_system(&self) -> bool {
+        matches!(self.role.as_str(), "system" | "developer")
+    }
+
     fn text_bytes(&self) -> usize {
         let optional = [&self.reasoning_content, &self.tool_call_id, &self.name];
         let optional: usize = optional.into_iter().flatten().map(String::len).sum();

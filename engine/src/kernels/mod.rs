@@ -15,10 +15,30 @@ pub use self::views::{
     Quantization, RotationView, SharedGate,
 };
 
-use mlx_rs::Array;
+use mlx_rs::{Array, fast};
 
 use crate::cache::{Buffers, Element, RewindKernels, Span, Writes};
 use crate::error::Result;
+
+impl NormView<'_> {
+    /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis, statistics in f32; `x` [.., D], same shape and dtype back.
+    pub fn forward(self, x: &Array) -> Result<Array> {
+        match cpu::rms_norm(x, self) {
+            Some(y) => y,
+            None => Ok(fast::rms_norm(x, Some(self.weight), self.eps)?),
+        }
+    }
+}
+
+impl Input<'_> {
+    /// The rows, [.., in].
+    pub fn rows(self) -> Result<Array> {
+        match self {
+            Self::Rows(x) => Ok(x.clone()),
+            Self::Normed(x, norm) => norm.forward(x),
+        }
+    }
+}
 
 /// Rows of a GatedDeltaNet layer, by a kernel or by operations.
 pub struct GatedDeltaRows {

@@ -9,7 +9,6 @@ use mlx_rs::ops::{arange, exp};
 use mlx_rs::{Array, Dtype, fast};
 use serde::Deserialize;
 
-use super::cpu;
 use crate::error::Result;
 
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
@@ -26,16 +25,6 @@ pub struct NormView<'a> {
     pub eps: f32,
 }
 
-impl NormView<'_> {
-    /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis, statistics in f32; `x` [.., D], same shape and dtype back.
-    pub fn forward(self, x: &Array) -> Result<Array> {
-        match cpu::rms_norm(x, self) {
-            Some(y) => y,
-            None => Ok(fast::rms_norm(x, Some(self.weight), self.eps)?),
-        }
-    }
-}
-
 /// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
 #[derive(Debug, Clone, Copy)]
 pub enum Input<'a> {
@@ -43,16 +32,6 @@ pub enum Input<'a> {
     Rows(&'a Array),
     /// The norm of the rows [.., in].
     Normed(&'a Array, NormView<'a>),
-}
-
-impl Input<'_> {
-    /// The rows, [.., in].
-    pub fn rows(self) -> Result<Array> {
-        match self {
-            Self::Rows(x) => Ok(x.clone()),
-            Self::Normed(x, norm) => norm.forward(x),
-        }
-    }
 }
 
 /// The outputs of N layers.

@@ -3,18 +3,11 @@
 use std::collections::VecDeque;
 
 use super::Sequence;
-use super::steer::{Ask, Committed, Todo};
+use super::steer::{Ask, BUDGET_REACHED, Committed, INJECTED_TOKENS, Todo};
 use crate::error::Result;
 use crate::policy::{self, Action, Observations, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
-
-/// Most tokens that policies may inject into one request: a policy that injects at every step
-/// would otherwise never let it end.
-pub const INJECTED_TOKENS: usize = 4096;
-
-/// Why the reasoning is closed, for notes.
-pub const BUDGET_REACHED: &str = "budget reached";
 
 impl Sequence {
     /// The call of `on-step` after a commit, if one is due.

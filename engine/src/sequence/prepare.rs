@@ -18,7 +18,6 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
 use super::limits::{Bounds, Limits};
-use super::save_points::is_system;
 use super::tool_calls::digest;
 use super::unsteered::unsteered;
 use crate::config::{Profile, ProfileLimits};
@@ -475,7 +474,7 @@ fn edit_system_text(
     if request.prompt.is_some() {
         return Ok(Vec::new());
     }
-    let messages = request.messages.iter().filter(|message| is_system(message));
+    let messages = request.messages.iter().filter(|message| message.is_system());
     let system = messages.map(|message| split_seen(&message.content).0.to_string());
     let view = PromptView {
         profile: request.profile.clone(),
@@ -497,7 +496,7 @@ fn edit_system_text(
         let message = Message { role: "system".into(), ..Message::default() };
         request.messages.insert(0, message);
     }
-    let messages = request.messages.iter_mut().filter(|message| is_system(message));
+    let messages = request.messages.iter_mut().filter(|message| message.is_system());
     for (message, seen) in messages.zip(system) {
         let (_, rest) = split_seen(&message.content);
         message.content = seen + rest;

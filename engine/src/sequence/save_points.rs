@@ -41,7 +41,7 @@ impl Preparer {
         let mut save_points = Vec::new();
         let retention = |at| retention(plan, &request.retain, at);
         if let Some(retention) = retention(SavePoint::System) {
-            let system = request.messages.iter().take_while(|m| is_system(m)).count();
+            let system = request.messages.iter().take_while(|m| m.is_system()).count();
             // A template may refuse such a short conversation; then there is no such save point.
             let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
             save_points.push((common_prefix(&head, prompt), retention));
@@ -117,10 +117,6 @@ pub fn retention(plan: &Plan, wish: &[policy::Retention], at: SavePoint) -> Opti
     let planned = plan.retain.as_ref().map_or(Some(0), |list| longest(list))?;
     let seconds = planned.max(longest(wish).unwrap_or(0));
     Some(Retention { seconds: seconds.min(MAX_RETENTION_SECONDS) })
-}
-
-pub fn is_system(message: &Message) -> bool {
-    matches!(message.role.as_str(), "system" | "developer")
 }
 
 /// Length of the common prefix.

@@ -7,12 +7,18 @@
 use std::collections::VecDeque;
 
 use super::Sequence;
-use super::apply::{BUDGET_REACHED, INJECTED_TOKENS};
 use crate::error::Result;
 use crate::policy::loops::Detector;
 use crate::policy::{Action, LoopReport, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Reply, Text};
+
+/// Why the reasoning is closed, for notes.
+pub const BUDGET_REACHED: &str = "budget reached";
+
+/// Most tokens that policies may inject into one request: a policy that injects at every step
+/// would otherwise never let it end.
+pub const INJECTED_TOKENS: usize = 4096;
 
 /// What is left to do for the committed tokens, after the verdicts on tool calls and injected text.
 #[derive(Default)]

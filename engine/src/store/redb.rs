@@ -29,6 +29,7 @@
 
 mod aside;
 mod database;
+mod fault;
 mod file;
 mod maintain;
 mod portable;
@@ -48,7 +49,8 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use steersman_database::{close, size_on_disk};
 use tracing::{debug, info, warn};
 
-use self::database::{Opened, StoreFault, Transaction};
+use self::database::{Opened, Transaction};
+use self::fault::StoreFault;
 pub use self::maintain::{KindSize, StoreFile, StoredPrefix, VerifyReport};
 pub use self::portable::ImportReport;
 use self::reader::{PartReader, in_parallel};
@@ -342,6 +344,17 @@ impl Drop for RedbStore {
             warn!("state store's writer panicked");
         }
         close(self.shared.database.write().take());
+    }
+}
+
+/// Reports on a store from any thread, even after the store was dropped.
+#[derive(Clone)]
+pub struct StoreReporter(Arc<StoreShared>);
+
+impl StoreReporter {
+    /// Current sizes and counters.
+    pub fn report(&self) -> StoreReport {
+        self.0.report()
     }
 }
 

@@ -1,9 +1,6 @@
 //! Counters and sizes of the store.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-
-use super::redb::StoreShared;
 
 /// Number and cost of some parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -75,15 +72,4 @@ pub struct StoreCounts {
     pub loaded_parts: u64,
     /// Bytes of their tensors.
     pub loaded_bytes: u64,
-}
-
-/// Reports on a store from any thread, even after the store was dropped.
-#[derive(Clone)]
-pub struct StoreReporter(pub(super) Arc<StoreShared>);
-
-impl StoreReporter {
-    /// Current sizes and counters.
-    pub fn report(&self) -> StoreReport {
-        self.0.report()
-    }
 }

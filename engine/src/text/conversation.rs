@@ -139,10 +139,6 @@ pub(super) struct Written {
     pub notes: Vec<String>,
 }
 
-pub(super) fn is_system(message: &Message) -> bool {
-    matches!(message.role.as_str(), "system" | "developer")
-}
-
 fn is_user(message: &Message) -> bool {
     message.role == "user"
 }
@@ -205,7 +201,7 @@ impl Shape {
 
     /// Gives system messages their roles, and joins those before all turns.
     fn systems(&self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
-        let leading = messages.iter().take_while(|message| is_system(message)).count();
+        let leading = messages.iter().take_while(|message| message.is_system()).count();
         let (leading, turns) = messages.split_at(leading);
         if !leading.is_empty() {
             self.check(Part::System)?;
@@ -241,7 +237,7 @@ impl Shape {
             if !is_result(message) {
                 written.append(&mut after_results);
             }
-            if !is_system(message) {
+            if !message.is_system() {
                 written.push(message.clone());
                 continue;
             }
@@ -345,7 +341,7 @@ impl Shape {
                     written.push(plain("user", ""));
                 }
             }
-            has_turn |= !is_system(&message);
+            has_turn |= !message.is_system();
             let Some(last) = written.last_mut() else {
                 written.push(message);
                 continue;

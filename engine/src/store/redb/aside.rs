@@ -9,7 +9,7 @@ use steersman_database::{files_set_aside, size_on_disk};
 use tracing::warn;
 
 use super::super::StoredSize;
-use super::database::StoreFault;
+use super::fault::StoreFault;
 
 /// Sets aside a file that cannot be used, and logs it.
 pub(super) fn set_aside(path: &Path, fault: &StoreFault) {

@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, QueuedPart, StoreEnv, StoreError, format};
 use super::aside;
+use super::fault::StoreFault;
 use super::file::{is_unknown, warn_of_other_readers};
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
@@ -58,58 +59,6 @@ pub(super) struct Opened {
     pub records: Vec<(Key, PartRecord)>,
     /// Damaged records that were dropped.
     pub damaged: u64,
-}
-
-/// Why an operation on the database failed, by what follows.
-#[derive(Debug, Clone, thiserror::Error)]
-pub(super) enum StoreFault {
-    /// One part is damaged: drop it.
-    #[error("{0}")]
-    Part(String),
-    /// Another process has the file: go on without it.
-    #[error("in use by another process")]
-    InUse,
-    /// The file is damaged: start a new one.
-    #[error("{0}")]
-    Damaged(String),
-    /// Another version wrote the file, or its format field is damaged: start a new one.
-    #[error("unknown format {0:#x?}")]
-    UnknownFormat(Option<u64>),
-    /// The file is not the store's: leave it as it is.
-    #[error("{0}")]
-    Foreign(&'static str),
-    /// The disk is full, not writable, failing: stop saving.
-    #[error("{0}")]
-    Io(Arc<io::Error>),
-}
-
-impl StoreFault {
-    /// The error for callers outside the store.
-    pub fn at(self, path: &Path) -> StoreError {
-        let path = path.to_owned();
-        match self {
-            Self::InUse => StoreError::InUse(path),
-            Self::Part(problem) | Self::Damaged(problem) => StoreError::Damaged(path, problem),
-            Self::Foreign(what) => StoreError::Foreign(path, what),
-            Self::UnknownFormat(found) => StoreError::UnknownFormat(path, found),
-            Self::Io(error) => StoreError::io(path, error),
-        }
-    }
-
-    /// Whether a new file has to replace this one.
-    pub fn is_of_the_file(&self) -> bool {
-        matches!(self, Self::Damaged(_) | Self::UnknownFormat(_))
-    }
-}
-
-impl From<Fault> for StoreFault {
-    fn from(fault: Fault) -> Self {
-        match fault {
-            Fault::InUse => Self::InUse,
-            Fault::Damaged(problem) => Self::Damaged(problem),
-            Fault::Io(error) => Self::Io(error),
-        }
-    }
 }
 
 /// Opens the file. Creates a new one if there is none, or if the one of the store is damaged or of an
@@ -179,7 +128,8 @@ fn content(database: &impl ReadableDatabase) -> Result<Content, ::redb::Error> {
     if names.iter().filter(|name| ours.contains(&name.as_str())).count() < 2 {
         return Ok(Content::Foreign);
     }
-    let format = database.begin_read()?.open_table(META)?.get("format")?.map(|format| format.value());
+    let format =
+        database.begin_read()?.open_table(META)?.get("format")?.map(|format| format.value());
     Ok(Content::Format(format))
 }
 

@@ -10,8 +10,9 @@ use steersman_database::Owner;
 use tracing::warn;
 
 use super::super::format;
-use super::database::StoreFault;
-use super::portable;
+use super::fault::StoreFault;
+
+pub(super) const EXPORT_MAGIC: &[u8; 8] = b"STEERSEX";
 
 /// Bytes that every file of ours has, and most of them many times: the names of the tables as redb's
 /// table of tables holds them, and the beginning of each part.
@@ -38,9 +39,7 @@ pub(super) fn is_unknown(path: &Path) -> Result<bool, StoreFault> {
             Err(StoreFault::Foreign("is an export; add it with `steersman cache import`"))
         }
         Owner::Foreign => Err(StoreFault::Foreign("is not a state store")),
-        Owner::Unwritten if bytes > YOUNG_BYTES => {
-            Err(StoreFault::Foreign("is not a state store"))
-        }
+        Owner::Unwritten if bytes > YOUNG_BYTES => Err(StoreFault::Foreign("is not a state store")),
         Owner::Damaged | Owner::Unwritten => {
             Err(StoreFault::Damaged("its header is damaged or was never written".into()))
         }
@@ -48,9 +47,9 @@ pub(super) fn is_unknown(path: &Path) -> Result<bool, StoreFault> {
 }
 
 fn is_export(path: &Path) -> bool {
-    let mut head = [0; portable::MAGIC.len()];
+    let mut head = [0; EXPORT_MAGIC.len()];
     let read = steersman_files::open(path).and_then(|mut file| file.read_exact(&mut head));
-    read.is_ok() && head == *portable::MAGIC
+    read.is_ok() && head == *EXPORT_MAGIC
 }
 
 /// Warns if the mode of the file lets other users read it.

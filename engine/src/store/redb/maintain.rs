@@ -13,7 +13,8 @@ use tracing::warn;
 use super::super::record::PartRecord;
 use super::super::{Fingerprint, Key, PartKind, StoreEnv, StoreError, StoredSize};
 use super::aside;
-use super::database::{self, StoreFault, Transaction};
+use super::database::{self, Transaction};
+use super::fault::StoreFault;
 use super::reader::PartReader;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;

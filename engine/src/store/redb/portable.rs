@@ -20,12 +20,14 @@ use tracing::warn;
 
 use super::super::record::PartRecord;
 use super::super::{Key, Part, PartKind, Recency, StoreError, StoredSize, Tensor, format};
-use super::database::{StoreFault, Transaction};
+use super::database::Transaction;
+use super::fault::StoreFault;
+use super::file::EXPORT_MAGIC;
 use super::maintain::StoreFile;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;
 
-pub(super) const MAGIC: &[u8; 8] = b"STEERSEX";
+pub(super) const EXPORT_MAGIC: &[u8; 8] = b"STEERSEX";
 const VERSION: u64 = 1;
 /// Replaces a key after the last part.
 const END: Key = [0; 32];
@@ -55,7 +57,7 @@ impl StoreFile {
         let mut output = BufWriter::with_capacity(BUFFER_BYTES, file);
         let mut put = |bytes: &[u8]| output.write_all(bytes).map_err(failed);
 
-        put(MAGIC)?;
+        put(EXPORT_MAGIC)?;
         put(&VERSION.to_le_bytes())?;
         let mut written = StoredSize::default();
         let mut body = Vec::new();
@@ -154,7 +156,7 @@ fn walk(
     let mut input = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut head = [0; 16];
     let read = input.read_exact(&mut head);
-    if read.is_err() || head[..8] != *MAGIC {
+    if read.is_err() || head[..8] != *EXPORT_MAGIC {
         return Err(invalid("not an export of steersman".into()));
     }
     let version = u64::from_le_bytes(head[8..].try_into().expect("8 bytes"));

@@ -13,7 +13,8 @@ use std::thread;
 use ::redb::{AccessGuard, Database, Range, ReadOnlyTable, ReadableDatabase};
 
 use super::super::{Key, Tensor, format};
-use super::database::{CHUNKS, StoreFault, guarded};
+use super::database::{CHUNKS, guarded};
+use super::fault::StoreFault;
 
 /// Most threads besides the caller's that read the parts of one load.
 const READERS: u64 = 3;

@@ -11,7 +11,8 @@ use super::super::index::PartIndex;
 use super::super::record::PartRecord;
 use super::super::{Fingerprint, Key, QueuedPart, StoreCounts, StoreError, StoredSize, WallClock};
 use super::aside;
-use super::database::{StoreFault, Transaction};
+use super::database::Transaction;
+use super::fault::StoreFault;
 use super::file::file_id;
 
 /// Seconds for which saving stays off after a failure (the disk is full); the next save after them
