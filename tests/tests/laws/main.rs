@@ -19,6 +19,7 @@ mod profiles;
 mod reference;
 mod refusals;
 mod replay;
+mod rooms;
 mod route;
 mod speculation;
 mod structure;
