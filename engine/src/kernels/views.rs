@@ -6,7 +6,7 @@ use std::cell::OnceCell;
 use std::ffi::CStr;
 
 use mlx_rs::ops::{arange, exp};
-use mlx_rs::{Array, Dtype, fast};
+use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 
 use crate::error::Result;

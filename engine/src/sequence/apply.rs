@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::Sequence;
-use super::steer::{Ask, BUDGET_REACHED, Committed, INJECTED_TOKENS, Todo};
+use super::steer::{Ask, BUDGET_REACHED, Committed, Todo};
 use crate::error::Result;
 use crate::policy::{self, Action, Observations, SamplingPatch, Step};
 use crate::request::FinishReason;

@@ -6,7 +6,7 @@
 //! may need, so that reasoning is closed before it costs the answer a token.
 
 use super::Sequence;
-use super::apply::INJECTED_TOKENS;
+use super::steer::INJECTED_TOKENS;
 use super::rewind::ReplyState;
 use crate::config::ProfileLimits;
 use crate::policy::{Counted, MIN_CHECKPOINT_EVERY, Plan};

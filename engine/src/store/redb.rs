@@ -59,7 +59,7 @@ use super::index::IndexEntry;
 use super::record::{PartRecord, cost};
 use super::{
     Fingerprint, Key, QueuedPart, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport,
-    StoreReporter, Tensor, element_bytes,
+    Tensor, element_bytes,
 };
 use crate::config::StoreConfig;
 

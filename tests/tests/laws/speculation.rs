@@ -1,6 +1,7 @@
 //! Speculation: replies equal those of plain decoding, with any drafts, rejections and rewinds.
 
 use steersman_engine::config::{Activations, Config, DraftKind};
+use steersman_engine::tools::calibrate::calibrate;
 use steersman_engine::tools::verify::{DecodePath, paths, verify};
 use steersman_tests::{bundled_model, config, load, speculation_prompts};
 
@@ -97,7 +98,7 @@ fn calibration_enables_skipping() {
 
     let requests = speculation_prompts(&KINDS, 1);
     let mut whole = load(0.0).unwrap().0;
-    let found = whole.calibrate(&requests, 48, |_, _| ()).unwrap();
+    let found = calibrate(&mut whole, &requests, 48, |_, _| ()).unwrap();
     assert_eq!(found.exits.len(), 7);
     assert!(found.exits.is_sorted() && found.exits[6] > 0.6, "{:?}", found.exits);
     assert!(found.skips.iter().map(|skip| skip.kl).is_sorted(), "{:?}", found.skips);
@@ -107,8 +108,8 @@ fn calibration_enables_skipping() {
     let (_, whole) = load(0.0).unwrap();
     let (mut lossy, info) = load(least * 1.01).unwrap();
     assert_ne!(whole.fingerprint, info.fingerprint, "saved state must not be shared");
-    let paths = lossy.paths().unwrap();
-    for outcome in lossy.verify(&requests[..1], &paths, 24, |_| ()).unwrap() {
+    let paths = paths(&lossy).unwrap();
+    for outcome in verify(&mut lossy, &requests[..1], &paths, 24, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
     }
 }

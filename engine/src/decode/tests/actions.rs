@@ -11,7 +11,7 @@ use crate::policy::{
     Action, Ban, Bias, PromptEdit, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
 };
 use crate::request::{FinishReason, Request, Sampling};
-use crate::sequence::apply::INJECTED_TOKENS;
+use crate::sequence::steer::INJECTED_TOKENS;
 use crate::sequence::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
 
 /// A hybrid, a sliding and a dense family.

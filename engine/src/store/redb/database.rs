@@ -2,7 +2,7 @@
 //! means. Knows no thread, no queue and no budget.
 
 use std::collections::HashSet;
-use std::io::{self, Read};
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use ::redb::{
     Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition,
     TableHandle,
 };
-use steersman_database::{Fault, close, size_on_disk, tables};
+use steersman_database::{close, size_on_disk, tables};
 use tracing::{info, warn};
 
 use super::super::record::{PartRecord, chunk_lens};

@@ -27,7 +27,6 @@ use super::maintain::StoreFile;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;
 
-pub(super) const EXPORT_MAGIC: &[u8; 8] = b"STEERSEX";
 const VERSION: u64 = 1;
 /// Replaces a key after the last part.
 const END: Key = [0; 32];
