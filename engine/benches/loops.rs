@@ -3,8 +3,8 @@
 
 use std::time::Instant;
 
-use steersman_engine::policy::loops::Detector;
 use steersman_engine::policy::LoopRule;
+use steersman_engine::policy::loops::Detector;
 
 const TOKENS: u32 = 500_000;
 

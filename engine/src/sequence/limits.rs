@@ -6,8 +6,8 @@
 //! may need, so that reasoning is closed before it costs the answer a token.
 
 use super::Sequence;
-use super::steer::INJECTED_TOKENS;
 use super::rewind::ReplyState;
+use super::steer::INJECTED_TOKENS;
 use crate::config::ProfileLimits;
 use crate::policy::{Counted, MIN_CHECKPOINT_EVERY, Plan};
 use crate::request::Request;

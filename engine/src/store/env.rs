@@ -51,7 +51,9 @@ impl Default for StoreEnv {
     fn default() -> Self {
         Self {
             clock: WallClock::default(),
-            open: Arc::new(|builder, path| builder.create_file(steersman_database::open_private(path)?)),
+            open: Arc::new(|builder, path| {
+                builder.create_file(steersman_database::open_private(path)?)
+            }),
         }
     }
 }

@@ -47,7 +47,9 @@ pub use self::keys::{BLOCK_TOKENS, Key, KeyChain, state_key};
 pub(crate) use self::lru::{Lru, Recency};
 pub use self::queued::QueuedPart;
 pub use self::record::PartKind;
-pub use self::redb::{ImportReport, KindSize, RedbStore, StoreFile, StoreReporter, StoredPrefix, VerifyReport};
+pub use self::redb::{
+    ImportReport, KindSize, RedbStore, StoreFile, StoreReporter, StoredPrefix, VerifyReport,
+};
 pub use self::report::{StoreCounts, StoreReport, StoredSize};
 
 /// One entry of the store.

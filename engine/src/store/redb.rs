@@ -58,8 +58,8 @@ use self::state::{QueuedSave, Reopen, StoreState};
 use super::index::IndexEntry;
 use super::record::{PartRecord, cost};
 use super::{
-    Fingerprint, Key, QueuedPart, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport,
-    Tensor, element_bytes,
+    Fingerprint, Key, QueuedPart, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport, Tensor,
+    element_bytes,
 };
 use crate::config::StoreConfig;
 

@@ -279,7 +279,7 @@ impl Loaded {
     /// Checks parameters with the schema, if there is one.
     fn check_params(&self, params: &[(String, String)]) -> Result<()> {
         let schemas = vec![(self.component.name().to_owned(), self.bundle.schema.clone())];
-        conform(&schemas, &params.to_vec()).map_err(|problem| anyhow!("--param: {problem}"))
+        conform(&schemas, params).map_err(|problem| anyhow!("--param: {problem}"))
     }
 }
 
