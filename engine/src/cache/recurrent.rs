@@ -28,12 +28,16 @@ pub struct Recurrent {
     kernels: &'static RewindKernels,
 }
 
+/// State and tail after the first rows of one pass: of the state and tail before it, its writes, its inputs
+/// [1, T, >= C], and the number of rows.
+pub type Rewind = fn([&Element; 2], &WritesOf, &Element, i32) -> Result<Option<[Array; 2]>>;
+
 /// Kernels that rewind a layer to the first rows after its draft mark. Each returns `None` if it has no kernel for the types,
 /// the dimensions or the device.
 #[derive(Debug)]
 pub struct RewindKernels {
-    /// State and tail after the first `keep` of the rows of one pass, whose writes and inputs [1, T, >= C] are given.
-    pub rewind: fn([&Element; 2], &WritesOf, &Element, i32) -> Result<Option<[Array; 2]>>,
+    /// State and tail after the first rows of one pass.
+    pub rewind: Rewind,
     /// The state after the first rows of `writes`.
     pub replay: fn(&Element, &WritesOf, i32) -> Option<Result<Array>>,
     /// Rows `start..start + count` of the rows of all parts [1, T, C] one after another: [1, count, C].

@@ -35,8 +35,8 @@ impl Decoder {
                     }
                 }
                 Next::Resume(claim) => match self.schedule.take_claim(claim) {
-                    Claimed::Preempted(sequence) => self.resume(sequence),
-                    Claimed::Due(prepared) => self.start_request(prepared),
+                    Claimed::Preempted(sequence) => self.resume(*sequence),
+                    Claimed::Due(prepared) => self.start_request(*prepared),
                 },
                 Next::MakeRoom => {
                     match owing.and_then(|profile| self.schedule.take_displaced(&profile)) {

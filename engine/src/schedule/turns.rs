@@ -55,9 +55,9 @@ impl Counts<'_> {
 /// What has a turn.
 pub enum Claimed {
     /// A preempted sequence, which resumes.
-    Preempted(Sequence),
+    Preempted(Box<Sequence>),
     /// A request whose prefix is computed no longer, which starts.
-    Due(Prepared),
+    Due(Box<Prepared>),
 }
 
 impl Schedule {
@@ -135,12 +135,12 @@ impl Schedule {
     pub fn take_claim(&mut self, claim: usize) -> Claimed {
         let since = self.queue.stamp();
         let (body, claimed) = match self.preempted.remove(claim) {
-            Some(sequence) => (sequence.body, Claimed::Preempted(sequence)),
+            Some(sequence) => (sequence.body, Claimed::Preempted(Box::new(sequence))),
             None => {
                 let at = self.due_requests().nth(claim - self.preempted.len());
                 let at = at.expect("a claim is a preempted sequence or a due request");
                 let prepared = self.awaiting.remove(at).prepared;
-                (prepared.body, Claimed::Due(prepared))
+                (prepared.body, Claimed::Due(Box::new(prepared)))
             }
         };
         // The rest of the body waits behind all others. A sequence that was preempted for memory stays first.
