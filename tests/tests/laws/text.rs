@@ -168,9 +168,9 @@ fn typed_messages_render_like_json_messages() {
             (ours.expect("Python rendered it"), case["rendered"].as_str().unwrap());
         compared += 1;
         // The template drops system text after other turns, which `text::conversation` carries.
-        if messages.iter().any(|message| !python.contains(&message.content)) {
-            let carries = messages.iter().all(|message| ours.contains(&message.content));
-            assert!(carries, "{}: {ours}", case["conversation"]);
+        let mut systems = messages.iter().filter(|message| message.is_system());
+        if systems.clone().any(|message| !python.contains(&message.content)) {
+            assert!(systems.all(|message| ours.contains(&message.content)), "{ours}");
             continue;
         }
         assert_eq!(ours, python, "{}", case["conversation"]);

@@ -67,11 +67,11 @@ impl Protocol for Messages {
         match event {
             Event::Reasoning(piece) => {
                 self.open(head, Kind::Thinking, out);
-                self.delta(Delta::ThinkingDelta { thinking: piece }, out);
+                self.delta(Delta::Thinking { thinking: piece }, out);
             }
             Event::Answer(piece) => {
                 self.open(head, Kind::Text, out);
-                self.delta(Delta::TextDelta { text: piece }, out);
+                self.delta(Delta::Text { text: piece }, out);
             }
             Event::CallDelta(CallDelta { id, name, arguments }) => {
                 if let Some(name) = name {
@@ -156,14 +156,14 @@ impl Messages {
 
     /// A piece of the input of a call.
     fn input(&self, partial_json: String, out: &mut Frames) {
-        self.delta(Delta::InputJsonDelta { partial_json }, out);
+        self.delta(Delta::InputJson { partial_json }, out);
     }
 
     /// Ends the open block.
     fn close(&mut self, head: &Head, out: &mut Frames) {
         let Some(kind) = self.open.take() else { return };
         if kind == Kind::Thinking {
-            self.delta(Delta::SignatureDelta { signature: head.id.clone() }, out);
+            self.delta(Delta::Signature { signature: head.id.clone() }, out);
         }
         self.stop(out);
     }

@@ -189,13 +189,17 @@ impl MessageEvent {
 
 /// A piece of a block.
 #[derive(Debug, Serialize, JsonSchema)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 #[schemars(rename = "BlockDelta")]
 pub enum Delta {
-    ThinkingDelta { thinking: String },
-    TextDelta { text: String },
-    InputJsonDelta { partial_json: String },
-    SignatureDelta { signature: String },
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: String },
+    #[serde(rename = "text_delta")]
+    Text { text: String },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: String },
+    #[serde(rename = "signature_delta")]
+    Signature { signature: String },
 }
 
 /// The tokens of a prompt.

@@ -126,13 +126,13 @@ impl<const MANY: bool> Protocol for Embed<MANY> {
             let finished = Finished { notes: notes.collect(), ..first.finished.clone() };
             Extension::new(head, &finished)
         });
-        EmbedReply::Many(Embedded {
+        EmbedReply::Many(Box::new(Embedded {
             model: head.model.clone(),
             embeddings: vectors.collect(),
             total_duration: head.times.ended,
             load_duration: head.times.started,
             prompt_eval_count: usage(head, replies).prompt_tokens,
             steersman,
-        })
+        }))
     }
 }

@@ -147,7 +147,7 @@ impl Content {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(untagged)]
 pub enum EmbedReply {
-    Many(Embedded),
+    Many(Box<Embedded>),
     One(OneEmbedding),
 }
 

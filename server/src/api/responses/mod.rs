@@ -310,11 +310,11 @@ impl Responses {
     fn text_part(&self, part: &Part, logprobs: Vec<TokenProbabilities>) -> Option<OutputPart> {
         match part {
             Part::Reasoning(text) if self.summarizes => {
-                Some(OutputPart::SummaryText { text: text.clone() })
+                Some(OutputPart::Summary { text: text.clone() })
             }
-            Part::Reasoning(text) => Some(OutputPart::ReasoningText { text: text.clone() }),
+            Part::Reasoning(text) => Some(OutputPart::Reasoning { text: text.clone() }),
             Part::Answer(text) => {
-                Some(OutputPart::OutputText { text: text.clone(), annotations: [], logprobs })
+                Some(OutputPart::Output { text: text.clone(), annotations: [], logprobs })
             }
             Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => None,
         }

@@ -120,11 +120,14 @@ pub struct McpCallItem {
 
 /// A text of an item.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 pub enum OutputPart {
-    SummaryText { text: String },
-    ReasoningText { text: String },
-    OutputText { text: String, annotations: [(); 0], logprobs: Vec<TokenProbabilities> },
+    #[serde(rename = "summary_text")]
+    Summary { text: String },
+    #[serde(rename = "reasoning_text")]
+    Reasoning { text: String },
+    #[serde(rename = "output_text")]
+    Output { text: String, annotations: [(); 0], logprobs: Vec<TokenProbabilities> },
 }
 
 /// Counts of tokens.
