@@ -107,7 +107,7 @@ impl Engine {
     /// The prompt of `request` as text, before its policies change it. Blocks while it renders.
     ///
     /// # Errors
-    /// Those of the chat template; [`RequestError::PromptBytes`] if the request has too much text.
+    /// The errors of the chat template; [`RequestError::PromptBytes`] if the request has too much text.
     pub fn render(&self, request: &Request) -> Result<String> {
         self.check_bytes(request)?;
         self.0.info.text.render(&Variables::of(request, self.reasoning(request)))
@@ -117,7 +117,7 @@ impl Engine {
     /// encodes.
     ///
     /// # Errors
-    /// Those of the chat template and the tokenizer; [`RequestError::PromptBytes`] if the request has
+    /// The errors of the chat template and the tokenizer; [`RequestError::PromptBytes`] if the request has
     /// too much text.
     pub fn tokenize(&self, request: &Request) -> Result<Vec<u32>> {
         self.check_bytes(request)?;

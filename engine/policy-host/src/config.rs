@@ -218,7 +218,7 @@ impl From<&str> for Param {
 /// Reads `params` of a profile: a table `POLICY` with parameters becomes `POLICY.NAME`.
 ///
 /// # Errors
-/// Those of the deserializer.
+/// The errors of the deserializer.
 pub fn deserialize_params<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, Param>, D::Error> {

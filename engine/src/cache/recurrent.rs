@@ -142,7 +142,7 @@ impl Recurrent {
         })
     }
 
-    /// The same state, which these kernels rewind.
+    /// This state, rewound by `kernels`.
     pub fn with_kernels(self, kernels: &'static RewindKernels) -> Self {
         Self { kernels, ..self }
     }

@@ -22,7 +22,7 @@ impl Multiples {
     /// One number.
     ///
     /// # Errors
-    /// That it is too large or too precise.
+    /// A text that says that the number is too large or too precise.
     pub fn one(number: f64) -> Result<Self, String> {
         let (mut digits, mut places) = (number.abs(), 0);
         while digits.fract() != 0.0 && places <= PLACES {
@@ -39,12 +39,12 @@ impl Multiples {
         Ok(Self { count: 1, bits: bits + f64::from(places) * 10f64.log2() })
     }
 
-    /// Those of one or the other.
+    /// Multiples of one or the other.
     pub fn or(self, other: Self) -> Self {
         Self { count: self.count.max(other.count), bits: self.bits.max(other.bits) }
     }
 
-    /// Those of both.
+    /// Multiples of both.
     pub fn and(self, other: Self) -> Self {
         Self { count: self.count + other.count, bits: self.bits + other.bits }
     }
@@ -52,7 +52,7 @@ impl Multiples {
     /// Checks that their least common multiple is small.
     ///
     /// # Errors
-    /// That it may be large.
+    /// A text that says that the product may be too large.
     pub fn check(self) -> Result<(), String> {
         if self.count < 2 || self.bits <= BITS {
             return Ok(());

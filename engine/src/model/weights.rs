@@ -37,7 +37,7 @@ pub struct Weights {
     storage: Storage,
     /// Matrices that kernels of our own multiply with.
     own_kernels: usize,
-    /// Those of them that are packed.
+    /// Packed matrices among [`Self::own_kernels`].
     own_packed: usize,
     /// Addresses of the matrices that [`Self::own_kernels`] counts.
     own_memory: Vec<Range<usize>>,

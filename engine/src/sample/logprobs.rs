@@ -27,7 +27,7 @@ pub struct Logprobs {
 const IMPOSSIBLE: f32 = -1e4;
 
 impl Logprobs {
-    /// Of the token u32 [1] sampled from `logits` [1, V], and of the `top` likeliest.
+    /// Probabilities of the token u32 [1] sampled from `logits` [1, V], and of the `top` likeliest.
     pub fn of(
         logits: &Array,
         rows: &[Row],
@@ -47,7 +47,7 @@ impl Logprobs {
         Ok(Self { entropy: Some(entropy), ..found })
     }
 
-    /// Of the token of each row, u32 [R], after `logits` [R, V], and of the `top` likeliest.
+    /// Probabilities of the token of each row, u32 [R], after `logits` [R, V], and of the `top` likeliest.
     pub fn of_rows(logits: &Array, tokens: &Array, top: u32) -> Result<Self> {
         let logits = logits.as_dtype(Dtype::Float32)?;
         let logprobs = logits.subtract(logits.logsumexp_axis(-1, true)?)?;

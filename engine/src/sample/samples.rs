@@ -1,6 +1,6 @@
 //! Tokens that were sampled together, and which of them belongs to whom.
 //!
-//! Those of a graph are all read at once, when the first is needed. Until then they may still be computed, and
+//! All tokens of a graph are read at once, when the first is needed. Until then they may still be computed, and
 //! can be the input of the next pass.
 
 use std::cell::OnceCell;

@@ -90,7 +90,7 @@ pub struct Draft {
 
 /// Result of the pass over the last committed token and the drafted tokens.
 pub struct VerifyPass {
-    /// Of its m + 1 rows.
+    /// Hidden states of the m + 1 rows of the draft.
     pub hidden: HiddenRows,
     /// The token sampled after the first row. Those of the other rows follow it.
     pub first: SampleOf,

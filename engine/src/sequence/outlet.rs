@@ -91,7 +91,7 @@ impl Sequence {
     /// Sends what the policies hold back. False as in [`Self::deliver`].
     ///
     /// # Errors
-    /// Those of [`Self::deliver`].
+    /// The errors of [`Self::deliver`].
     pub fn release(&mut self) -> Result<bool> {
         match &self.outlet {
             Some(outlet) if outlet.is_open => self.shape(String::new(), true),

@@ -99,7 +99,7 @@ type Tokenized = (Vec<u32>, Vec<String>);
 /// tokenize, and its choices would take them again and again.
 #[derive(Default)]
 struct Prompts {
-    /// Those of the conversation as it was sent, by whether they are rendered for reasoning.
+    /// Prompts of the conversation as it was sent, by whether they are rendered for reasoning.
     as_sent: Vec<(Option<bool>, Tokenized)>,
     /// That of the first choice.
     first: Option<Vec<u32>>,

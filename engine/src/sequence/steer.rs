@@ -190,7 +190,7 @@ impl Sequence {
     /// False while the policy is called on a thread: then again after its answer.
     ///
     /// # Errors
-    /// Those of [`Sequence::steer`].
+    /// The errors of [`Sequence::steer`].
     pub fn complete(&mut self, text: &Text) -> Result<bool> {
         if !matches!(self.todo, Todo::Finish) {
             self.progress.waiting = self.reply_state.reply.finish().into();

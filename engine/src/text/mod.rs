@@ -500,7 +500,7 @@ impl Default for Variables<'_> {
 }
 
 impl<'a> Variables<'a> {
-    /// Those of `request`, with `reasoning` as decided.
+    /// The variables of `request`, with `reasoning` as decided.
     pub fn of(request: &'a Request, reasoning: Option<bool>) -> Self {
         Self {
             messages: &request.messages,

@@ -38,7 +38,7 @@ pub struct App {
     /// Shared with the logs of running requests, which count their outcomes.
     pub(super) metrics: Arc<Metrics>,
     pub(super) origins: Origins,
-    /// Of log lines about refused hosts and origins.
+    /// Limit on log lines about refused hosts and origins.
     pub(super) refusals: Throttle,
     pub(super) bodies: Bodies,
     /// The requests that run, and the newest that have ended.

@@ -40,7 +40,7 @@ pub struct Completions {
     prompts: Vec<String>,
     /// Whether the echo has the probabilities of the prompt.
     reports_prompts: bool,
-    /// Of each prompt, if `reports_prompts`.
+    /// An echo of each prompt, if `reports_prompts`.
     echoes: Vec<Echo>,
     /// Probabilities of tokens of each choice, for its next chunk.
     logprobs: Vec<TextLogprobs>,

@@ -193,9 +193,9 @@ impl From<&TokenLogprob> for TokenProbability {
 pub struct Probabilities {
     /// The texts of all entries.
     bytes: Vec<u8>,
-    /// Of each entry, where its text ends, and its probability; NaN is none.
+    /// End of the text of each entry, and its probability; NaN if it has none.
     entries: Vec<(usize, f32)>,
-    /// Of each token, where its entries end: itself, and then the likeliest ones.
+    /// End of the entries of each token: the token itself, and then the likeliest ones.
     tokens: Vec<usize>,
 }
 
@@ -217,7 +217,7 @@ impl Probabilities {
         self.entries.push((self.bytes.len(), logprob));
     }
 
-    /// Its tokens as they are sent in chats, in responses and for Ollama. It no longer holds them.
+    /// Takes the tokens as they are sent in chats, in responses and for Ollama.
     pub fn take(&mut self) -> Vec<TokenProbabilities> {
         let held = std::mem::take(self);
         held.logprobs(0..held.len()).map(|logprob| (&logprob).into()).collect()

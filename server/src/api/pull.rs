@@ -362,7 +362,7 @@ impl From<&Report> for Pulled {
 #[derive(Serialize, JsonSchema)]
 #[serde(untagged)]
 pub enum OllamaPulled {
-    /// Its state, and bytes of the file that comes.
+    /// State of the pull, and bytes of the file that comes.
     Running {
         status: String,
         #[serde(skip_serializing_if = "Option::is_none")]

@@ -103,7 +103,7 @@ struct State {
     profile: Option<String>,
     model: Option<String>,
     stream: bool,
-    /// Of each choice.
+    /// State of each choice.
     live: Vec<Arc<Live>>,
     prompt_tokens: u32,
     cached_tokens: u32,
@@ -131,7 +131,7 @@ struct End {
     phase: &'static str,
     /// `None` unless it has finished.
     usage: Option<Usage>,
-    /// Of the first choice.
+    /// Finish reason of the first choice.
     reason: Option<String>,
     /// Status and code.
     error: Option<(u16, &'static str)>,

@@ -62,7 +62,7 @@ pub struct Reply {
     pub prompt: Probabilities,
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Probabilities,
-    /// Of each part, which of `logprobs` are those of its tokens.
+    /// Range in `logprobs` of the tokens of each part.
     pub logprobs_of: Vec<Range<usize>>,
     pub finished: Finished,
 }

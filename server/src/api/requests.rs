@@ -88,7 +88,7 @@ struct Watch {
     /// Whether it has got the reply.
     has_pieces: bool,
     ended: bool,
-    /// Of all watchers.
+    /// Counts against the limit on all watchers.
     _permit: OwnedSemaphorePermit,
 }
 

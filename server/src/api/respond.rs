@@ -76,7 +76,7 @@ pub enum Failure {
 }
 
 impl Events {
-    /// Of requests that end at `deadline`, or when `shutdown` cuts them off.
+    /// The replies to requests that end at `deadline`, or when `shutdown` cuts them off.
     pub fn new(sources: Vec<Source>, deadline: Instant, shutdown: Option<Shutdown>) -> Self {
         let ended = vec![false; sources.len()];
         Self { sources, ended, deadline, shutdown, started: false }

@@ -81,7 +81,7 @@ struct Rounds {
     /// Whether an empty line separates the next reasoning, and the next answer, from those of earlier rounds.
     separates_reasoning: bool,
     separates_answer: bool,
-    /// Of the rounds that have ended.
+    /// Usage of the rounds that have ended.
     usage: Usage,
     notes: Vec<String>,
     labels: Labels,

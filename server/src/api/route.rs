@@ -27,7 +27,7 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// Of a profile, until `deadline`.
+    /// The route of a profile, until `deadline`.
     pub fn new(app: &Arc<App>, profile: &str, deadline: Instant) -> Self {
         let profiles = app.profiles.read();
         let any = profiles.get(profile).is_some_and(|p| !p.settings.routes.is_empty());

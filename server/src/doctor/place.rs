@@ -29,9 +29,9 @@ const ENTRIES: usize = 100_000;
 pub struct DataFolder {
     pub path: PathBuf,
     pub exists: bool,
-    /// Of its files.
+    /// Bytes of the files of the folder.
     pub bytes: u64,
-    /// Of its disk.
+    /// Free bytes of the disk; `None` if unknown.
     pub free_bytes: Option<u64>,
     /// Permissions, in octal.
     pub mode: Option<String>,

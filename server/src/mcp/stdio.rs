@@ -177,7 +177,7 @@ async fn listen(server: String, mut stderr: ChildStderr, last: Arc<Mutex<Vec<u8>
 /// ([`Shape`]), which the transport would collect whole.
 pub struct Lines {
     output: ChildStdout,
-    /// Of the current line.
+    /// Shape of the current line.
     shape: Shape,
     pace: Pace,
     pause: Option<Pin<Box<Sleep>>>,

@@ -12,7 +12,7 @@ pub struct Unseen {
     /// At least the newest [`STEP_TOKENS`].
     tokens: Vec<u32>,
     text: String,
-    /// Those of the tokens that the model drew.
+    /// Probabilities of the tokens that the model drew.
     drawn: Vec<DrawnToken>,
     /// Lengths of `tokens` and `text` after each call of the chain, so that a rewind of tokens finds the
     /// text to remove.

@@ -14,7 +14,7 @@ use crate::sandbox::{Component, Context, GIVEN_KV, Instance};
 /// The calls of one instance, in order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
-    /// Its name; for a trace the request id.
+    /// Name of the case; for a trace the request id.
     pub name: String,
     /// Profile of the request.
     pub profile: String,

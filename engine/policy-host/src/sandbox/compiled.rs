@@ -75,7 +75,7 @@ impl Compiled {
     /// The component with this digest, from its file or else from `compile`, which returns machine code.
     ///
     /// # Errors
-    /// Those of `compile`. Errors of the disk are logged.
+    /// The errors of `compile`. Errors of the disk are logged.
     pub fn component(
         &self,
         engine: &Engine,

@@ -10,7 +10,7 @@ use crate::error::Cause;
 pub struct CallLimits {
     /// Fuel of the call.
     pub fuel: u64,
-    /// Its deadline, in milliseconds.
+    /// Deadline of the call, in milliseconds.
     pub deadline_ms: u64,
     /// Bytes of text in an answer.
     pub output_bytes: usize,

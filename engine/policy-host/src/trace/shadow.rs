@@ -13,11 +13,11 @@ const DIFFERENCES: usize = 50;
 pub struct ShadowReport {
     /// Requests in memory that had this shadow.
     pub requests: usize,
-    /// Its calls with an answer, without `on-finish`.
+    /// Calls of the shadow with an answer, without `on-finish`.
     pub calls: usize,
     /// Its calls that failed.
     pub failures: usize,
-    /// Its answers that no applied policy gave.
+    /// Answers of the shadow that no applied policy gave.
     pub differing: usize,
     /// The newest of these, newest first.
     pub differences: Vec<Difference>,
@@ -28,7 +28,7 @@ pub struct ShadowReport {
 pub struct Difference {
     /// The shadow's call and answer.
     pub shadow: Record,
-    /// Those of the applied policies; none if no applied policy was called.
+    /// Records of the applied policies; empty if no applied policy was called.
     pub applied: Vec<Record>,
 }
 

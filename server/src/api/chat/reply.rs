@@ -135,7 +135,7 @@ impl ChatLogprobs {
 #[schemars(deny_unknown_fields)]
 pub struct Usage {
     prompt_tokens: u32,
-    /// Of reasoning and answer.
+    /// Tokens of reasoning and answer.
     completion_tokens: u32,
     total_tokens: u32,
     prompt_tokens_details: PromptTokens,

@@ -36,11 +36,11 @@ impl Dialect {
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum ErrorBody {
-    /// Of [`Dialect::OpenAi`].
+    /// The body of [`Dialect::OpenAi`].
     OpenAi(OpenAiError),
-    /// Of [`Dialect::Anthropic`].
+    /// The body of [`Dialect::Anthropic`].
     Anthropic(AnthropicError),
-    /// Of [`Dialect::Ollama`].
+    /// The body of [`Dialect::Ollama`].
     Ollama(OllamaError),
 }
 

@@ -156,7 +156,7 @@ pub enum EmbedReply {
 #[schemars(deny_unknown_fields, rename = "OllamaEmbedded")]
 pub struct Embedded {
     pub model: String,
-    /// Of length 1, one for each text.
+    /// One vector of length 1 for each text.
     pub embeddings: Vec<Vec<f64>>,
     /// Durations are in nanoseconds.
     pub total_duration: u64,
@@ -170,6 +170,6 @@ pub struct Embedded {
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(deny_unknown_fields, rename = "OllamaEmbedding")]
 pub struct OneEmbedding {
-    /// Of length 1; empty without a text.
+    /// A vector of length 1; empty without a text.
     pub embedding: Vec<f64>,
 }
