@@ -83,9 +83,13 @@ fn squashed(text: &str) -> String {
 fn is_written(value: &Value, source: &str) -> bool {
     match value {
         Value::String(text) => {
+            // A number beyond those of a `Value` is a string of its digits.
+            let is_number = text.parse::<f64>().is_ok_and(f64::is_infinite);
             let text = squashed(text);
             let ends = |rest: &str| {
-                rest.is_empty() || rest.starts_with(['"', '\'', '<', '\u{7f}']) || text.is_empty()
+                let ends_number = is_number && rest.starts_with([',', '}', ']']);
+                let ends_text = rest.is_empty() || rest.starts_with(['"', '\'', '<', '\u{7f}']);
+                ends_text || ends_number || text.is_empty()
             };
             let places = source.char_indices().map(|(at, _)| &source[at..]).chain([""]);
             places.filter_map(|rest| rest.strip_prefix(&text)).any(ends)
