@@ -133,7 +133,7 @@ pub struct MessageUsage {
 #[derive(Debug, Serialize, JsonSchema)]
 #[schemars(deny_unknown_fields)]
 struct ThinkingTokens {
-    /// Those of `output_tokens` that are reasoning.
+    /// Tokens of reasoning among `output_tokens`.
     thinking_tokens: u32,
 }
 
