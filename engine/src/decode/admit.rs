@@ -3,19 +3,9 @@
 use super::Decoder;
 use crate::cache::Cache;
 use crate::error::Result;
-use crate::policy::SavePoint;
-use crate::policy::events::Watch;
-use crate::policy::loops::Detector;
-use crate::request::Event;
-use crate::sample::sampler::Sampler;
-use crate::sequence::constrain::Constraint;
-use crate::sequence::hooks::Hooks;
-use crate::sequence::outlet::Outlet;
+use crate::sequence::drafting::Drafting;
 use crate::sequence::prepare::Prepared;
-use crate::sequence::rewind::{PhaseStart, ReplyState};
-use crate::sequence::save_points::retention;
-use crate::sequence::steer::Todo;
-use crate::sequence::{Progress, Sequence};
+use crate::sequence::{Admitted, Sequence};
 
 /// The sequence of a prepared request, with saved state. Does not run the model.
 pub fn admit(decoder: &mut Decoder, prepared: Prepared) -> Result<Sequence> {
@@ -45,100 +35,21 @@ pub fn admit(decoder: &mut Decoder, prepared: Prepared) -> Result<Sequence> {
 
 /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
 pub fn new_sequence(decoder: &mut Decoder, prepared: Prepared, cache: Cache) -> Result<Sequence> {
-    let Decoder { network, saved, speculation, policies, schedule, .. } = decoder;
-    let Prepared {
-        request,
-        events,
-        reasoning,
-        prompt,
-        grammar,
-        reply,
-        plan,
-        policy,
-        seed,
-        notes,
-        mut save_points,
-        limits,
-        sampling,
-        fingerprint,
-        others,
-        body,
-    } = prepared;
-    let cached = cache.position;
-    let is_saved = request.embedding.is_none();
-    save_points.retain(|&(at, _)| is_saved && at >= saved.min_tokens() && at > cached);
-    let has_drafters = decoder.costs.drafts().is_some();
-    let drafters = match has_drafters {
-        true => speculation.new_drafters(network, &prompt)?,
-        false => Vec::new(),
+    let Decoder { network, saved, speculation, policies, schedule, costs, .. } = decoder;
+    let (drafters, governor) = match costs.drafts() {
+        Some(_) => {
+            (speculation.new_drafters(network, &prepared.prompt)?, Some(speculation.new_governor()))
+        }
+        None => (Vec::new(), None),
     };
-    // Fails if the client has disconnected; the first step checks that.
-    // Casts: positions fit i32 (see `Decoder::load`).
-    let _ = events.send(Event::Started {
-        fingerprint,
-        prompt_tokens: prompt.len() as u32,
-        cached_tokens: cached as u32,
-        max_tokens: limits.reply,
-        max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
-    });
-    for note in &notes {
-        let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
-    }
-    let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
-    let mut sampler = Sampler::new(sampling, seed);
-    if !request.biases.is_empty() {
-        sampler.bias(&request.biases, 0);
-    }
-    if request.ignores_end {
-        sampler.ban(network.text().eos(), 0);
-    } else if request.min_tokens > 0 {
-        sampler.ban(network.text().eos(), request.min_tokens);
-    }
-    Ok(Sequence {
+    let admitted = Admitted {
         number: schedule.next_number(),
-        reasoning,
-        events,
-        prompt: prompt_tokens,
-        cached,
         cache,
-        checkpoints: Vec::new(),
-        stale_from: None,
-        next_logits: None,
-        runs_alone: false,
-        saves_anywhere: is_saved && plan.retain.is_none(),
-        save_points: save_points.into(),
-        reply_retention: retention(&plan, &request.retain, SavePoint::Reply).filter(|_| is_saved),
-        sampled: None,
-        drafters,
-        governor: has_drafters.then(|| speculation.new_governor()),
-        draft: None,
-        plain_steps: 0,
-        passed_over: 0,
-        awaits_mask: None,
-        preempted: 0,
-        since: 0,
-        body,
+        drafting: Drafting::new(drafters, governor),
+        hook_threads: policies.hooks().clone(),
+        forces: speculation.forces_tokens(),
         skipped_layers: network.skipped_layers() as u32,
-        sampler,
-        constraint: grammar.map(|grammar| Constraint::new(grammar, speculation.forces_tokens())),
-        logprobs: None,
-        reported: 0,
-        pooled: None,
-        phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
-        reply_state,
-        rewind_limit: prompt_tokens,
-        todo: Todo::Nothing,
-        injection: None,
-        detector: plan.loops.map(Detector::new),
-        watch: Watch::new(&plan),
-        outlet: policy.sees_text.then(Outlet::default),
-        hooks: Hooks::new(policies.hooks().clone(), policy, request.span.clone()),
-        limits,
-        progress: Progress::new(notes, prompt_tokens),
-        tokens: prompt,
-        others,
-        is_decoding: false,
-        phase_span: request.span.prefill(prompt_tokens, cached),
-        request,
-    })
+        store_min_tokens: saved.min_tokens(),
+    };
+    Ok(Sequence::new(prepared, admitted, network.text()))
 }

@@ -9,11 +9,8 @@
 //! like a preempted sequence (`turns.rs`). So does a choice with another prompt, which its policies may have changed:
 //! it starts alone.
 
-use tokio::sync::mpsc::UnboundedSender;
-
 use super::Decoder;
 use super::admit::new_sequence;
-use super::settle::settle;
 use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::prefix::Retention;
 use crate::request::Event;
@@ -24,12 +21,10 @@ use crate::sequence::prepare::{Prepared, log_refused};
 pub fn start_choices(decoder: &mut Decoder) {
     let is_due = |sequence: &Sequence| {
         // The others fail with a first choice that has failed.
-        !sequence.others.is_empty()
-            && sequence.cache.position >= sequence.prompt
-            && !sequence.has_failed()
+        sequence.has_others() && sequence.timeline().has_run_prompt() && !sequence.has_failed()
     };
     while let Some(at) = decoder.schedule.running().iter().position(is_due) {
-        for other in std::mem::take(&mut decoder.schedule.running_mut()[at].others) {
+        for other in decoder.schedule.running_mut()[at].take_others() {
             if other.events.is_closed() {
                 continue;
             }
@@ -60,10 +55,10 @@ fn start_choice(
     first: &Sequence,
     other: Prepared,
 ) -> Result<Option<Sequence>> {
-    if !first.has_prompt_of(&other) {
+    if !has_prompt_of(first, &other) {
         return postpone_choice(decoder, first, other);
     }
-    let cache = match decoder.saved.copy(&first.cache) {
+    let cache = match decoder.saved.copy(first.timeline().cache()) {
         Err(Error::Request(RequestError::Memory { .. })) => {
             return postpone_choice(decoder, first, other);
         }
@@ -72,7 +67,7 @@ fn start_choice(
     let mut sequence = new_sequence(decoder, other, cache)?;
     sample_first(decoder, first, &mut sequence)?;
     sequence.take_checkpoint()?;
-    decoder.schedule.queue().count_turn(&sequence.request.profile);
+    decoder.schedule.queue().count_turn(&sequence.request().profile);
     Ok(Some(sequence))
 }
 
@@ -83,11 +78,11 @@ fn postpone_choice(
     first: &Sequence,
     other: Prepared,
 ) -> Result<Option<Sequence>> {
-    let has_prompt = first.has_prompt_of(&other);
+    let has_prompt = has_prompt_of(first, &other);
     // Shared: it is dropped before anything is written to it.
-    let cache = if has_prompt { first.cache.clone() } else { decoder.saved.empty() };
+    let cache = if has_prompt { first.timeline().cache().clone() } else { decoder.saved.empty() };
     let mut sequence = new_sequence(decoder, other, cache)?;
-    sequence.since = decoder.schedule.queue().stamp();
+    sequence.wait_since(decoder.schedule.queue().stamp());
     if has_prompt {
         decoder.saved.save(first, Retention::default());
         sample_first(decoder, first, &mut sequence)?;
@@ -101,19 +96,12 @@ fn postpone_choice(
 
 /// Samples the first token of `sequence` from the logits after the prompt of `first`.
 fn sample_first(decoder: &mut Decoder, first: &Sequence, sequence: &mut Sequence) -> Result<()> {
-    sequence.next_logits.clone_from(&first.next_logits);
-    settle(&decoder.network, &decoder.masks, decoder.saved.prefixes_mut(), sequence)
+    sequence.timeline_mut().follow(first.timeline());
+    decoder.settle(sequence)
 }
 
-impl Sequence {
-    /// Returns true if the prompt of `other` has run with its own.
-    fn has_prompt_of(&self, other: &Prepared) -> bool {
-        !other.request.needs_whole_prompt() && self.tokens[..self.prompt] == other.prompt
-    }
-
-    /// The channels of the request and of the choices that wait for its prompt, which end with it.
-    pub(crate) fn take_receivers(&mut self) -> Vec<UnboundedSender<Event>> {
-        let others = self.others.drain(..).map(|other| other.events);
-        std::iter::once(self.events.clone()).chain(others).collect()
-    }
+/// Returns true if the prompt of `other` has run with that of `first`.
+fn has_prompt_of(first: &Sequence, other: &Prepared) -> bool {
+    let prompt = &first.timeline().tokens()[..first.timeline().prompt()];
+    !other.request.needs_whole_prompt() && prompt == other.prompt
 }

@@ -22,24 +22,23 @@ pub fn pool(
     wish: Embedding,
     hidden: &Array,
 ) -> Result<()> {
-    let is_end = sequence.cache.position >= sequence.prompt;
+    let is_end = sequence.timeline().has_run_prompt();
     let hidden = hidden.as_dtype(Dtype::Float32)?;
     let pooled = match pooling {
         Pooling::Last if is_end => hidden.take_axis(Array::from_int(hidden.dim(1) - 1), 1)?,
         Pooling::Last => return Ok(()),
         Pooling::Mean => {
             let sum = hidden.sum_axis(1, false)?;
-            sequence.pooled.take().map_or(Ok(sum.clone()), |pooled| pooled.add(sum))?
+            sequence.take_pooled().map_or(Ok(sum.clone()), |pooled| pooled.add(sum))?
         }
     };
     // The graphs of all chunks would pile up.
     eval([&pooled])?;
     if is_end {
         let embedding = normalized(pooled.try_as_slice::<f32>()?, wish)?;
-        // Fails if the client has disconnected; the next step checks that.
-        let _ = sequence.events.send(Event::Embedding(embedding));
+        sequence.reply().send_event(Event::Embedding(embedding));
     } else {
-        sequence.pooled = Some(pooled);
+        sequence.set_pooled(pooled);
     }
     Ok(())
 }

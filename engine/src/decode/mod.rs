@@ -165,11 +165,6 @@ impl Decoder {
         self.saved.memory().is_on_gpu()
     }
 
-    /// Most tokens of prompt and reply together.
-    pub(crate) fn context(&self) -> usize {
-        self.policies.preparer().context
-    }
-
     /// Most rows of prompt in a pass.
     pub(crate) fn chunk(&self) -> usize {
         self.schedule.chunk()

@@ -44,7 +44,7 @@ impl Prefetch {
     /// Lets `queue` expect the next turn of a conversation, if it is to be prefetched.
     pub fn expect_turn(&self, queue: &Queue, sequence: &Sequence, retention: Retention) {
         // The next turn after a raw prompt is unknown: no template rendered it.
-        if self.turns && sequence.request.prompt.is_none() {
+        if self.turns && sequence.request().prompt.is_none() {
             queue.expect(Expected::after(sequence, retention));
         }
     }

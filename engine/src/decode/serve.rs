@@ -81,8 +81,8 @@ impl Decoder {
 
     /// Waits for a moment if all `running` sequences wait for their policies.
     pub(crate) fn wait_for_policies(&self, running: &[Sequence]) {
-        if !running.is_empty() && running.iter().all(|sequence| sequence.hooks.is_away()) {
-            let is_back = || running.iter().any(|sequence| sequence.hooks.is_back());
+        if !running.is_empty() && running.iter().all(|sequence| sequence.is_away()) {
+            let is_back = || running.iter().any(|sequence| sequence.is_back());
             self.schedule.queue().wait_unless(is_back, POLL);
         }
     }
@@ -117,7 +117,9 @@ impl Decoder {
     fn run_step(&mut self, running: &mut Vec<Sequence>) {
         let (stage, start) = (running[0].stage(), Instant::now());
         let decodes = running.iter().any(|sequence| sequence.prompt_rows() == 0);
-        let length = |running: &[Sequence]| running.iter().map(Sequence::reply_len).sum::<usize>();
+        let length = |running: &[Sequence]| {
+            running.iter().map(|sequence| sequence.reply().len()).sum::<usize>()
+        };
         let before = length(running);
         if let Err(error) = catch_panic(stage, || self.advance(running)) {
             for mut sequence in running.drain(..) {
@@ -135,10 +137,10 @@ impl Decoder {
     fn report_sequences(&self) {
         let arrays = memory::active().unwrap_or_default();
         let (sequences, memory) = (self.schedule.running(), self.saved.memory());
-        let own: u64 = sequences.iter().map(|s| memory.of_cache(&s.cache)).sum();
+        let own: u64 = sequences.iter().map(|s| memory.of_cache(s.timeline().cache())).sum();
         let running = own + self.saved.prefixes().shared_bytes();
         let prefix_cache = self.saved.prefixes().bytes();
-        let awaiting_policy = sequences.iter().filter(|s| s.hooks.is_away()).count();
+        let awaiting_policy = sequences.iter().filter(|s| s.is_away()).count();
         let (preempted, awaiting_prefix) =
             (self.schedule.preempted().len(), self.schedule.awaiting_count());
         self.activity.update(|activity| {
@@ -155,7 +157,7 @@ impl Decoder {
             self.fail(&mut sequence, error);
             return None;
         }
-        if !sequence.has_ended() || sequence.hooks.is_away() {
+        if !sequence.has_ended() || sequence.is_away() {
             return Some(sequence);
         }
         match catch_panic(ENDING, || sequence.complete(self.network.text())) {
@@ -208,14 +210,14 @@ impl Decoder {
     fn save_reply(&mut self, sequence: &mut Sequence) {
         let saved = catch_panic(ENDING, || {
             self.speculation.keep_learned_stats(sequence);
-            if let Some(retention) = sequence.reply_retention {
+            if let Some(retention) = sequence.reply_retention() {
                 self.saved.save(sequence, retention);
                 self.prefetch.expect_turn(self.schedule.queue(), sequence, retention);
             }
             Ok(())
         });
         if let Err(error) = saved {
-            let Request { id, span, .. } = &sequence.request;
+            let Request { id, span, .. } = sequence.request();
             span.log(|| tracing::error!(request_id = id, %error, "saving state failed"));
             self.recover_from(&error);
         }

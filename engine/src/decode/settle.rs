@@ -6,131 +6,41 @@ use super::mask_time::MaskTime;
 use super::network::Network;
 use crate::error::Result;
 use crate::prefix::Prefixes;
-use crate::sample::samples::Logits;
 use crate::sequence::Sequence;
-use crate::sequence::next_token::{NextLogits, Sampled};
-use crate::sequence::rewind::ReplyCheckpoint;
+use crate::sequence::next_token::Sampled;
 
-/// Commits a sampled token. A near-tie in a pass with other sequences is computed again in a pass
-/// of its own instead, and false is returned: the token does not depend on who else is there.
-pub fn commit_unless_near_tie(
+/// Commits a sampled token and settles the consequences. A near-tie in a pass with other sequences
+/// is computed again in a pass of its own instead: the token does not depend on who else is there.
+pub fn commit_sampled(
     network: &Network,
     masks: &MaskTime,
     prefixes: &mut Prefixes,
     sequence: &mut Sequence,
     sampled: Sampled,
-) -> Result<bool> {
-    let token = match sampled {
-        Sampled::Read(token) => token,
-        Sampled::Computing(computing) => {
-            let token = computing.sample.token()?;
-            if let Some(before) = computing.near_tie(network.near_tie_margin())? {
-                sequence.run_again(&before)?;
-                return Ok(false);
-            }
-            token
-        }
-    };
-    commit_and_settle(network, masks, prefixes, sequence, token)?;
-    Ok(true)
-}
-
-/// Commits a sampled token and settles the consequences.
-fn commit_and_settle(
-    network: &Network,
-    masks: &MaskTime,
-    prefixes: &mut Prefixes,
-    sequence: &mut Sequence,
-    token: u32,
 ) -> Result<()> {
-    sequence.commit_sampled(token, network.text());
+    let (token, near_tie) = sampled.read(network.near_tie_margin())?;
+    if let Some(before) = near_tie {
+        return sequence.timeline_mut().run_again(before);
+    }
+    sequence.commit(token, sampled.logprobs.as_ref(), network.text());
     settle(network, masks, prefixes, sequence)
 }
 
-/// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
-/// if it was dropped. While its policy is called on a thread, its tokens are not final: later. A mask waits for the
-/// next step if those of this step have taken too long.
+/// Lets grammar and cache of `sequence` follow its tokens, and samples the next token if it was
+/// dropped. While a call of its policies is away, its tokens are not final: later. A mask waits for
+/// the next step if those of this step have taken too long.
 pub fn settle(
     network: &Network,
     masks: &MaskTime,
     prefixes: &mut Prefixes,
     sequence: &mut Sequence,
 ) -> Result<()> {
-    if sequence.hooks.is_away() {
+    let start = Instant::now();
+    if masks.is_spent() && sequence.postpone_mask(start) {
         return Ok(());
     }
-    let waiting = sequence.awaits_mask.take();
-    if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some()) {
-        let start = Instant::now();
-        if masks.is_spent() && sequence.stale_from.is_none() && sequence.is_in_form() {
-            sequence.awaits_mask = waiting.or(Some(start));
-            sequence.plain_steps = 0;
-            return Ok(());
-        }
-        let followed = sequence.follow_grammar(network.text());
-        masks.add_since(start);
-        followed?;
-        if sequence.hooks.is_away() {
-            return Ok(());
-        }
-    }
-    if let Some(to) = sequence.stale_from.take() {
-        sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
-        if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {
-            sequence.next_logits = None;
-        }
-        if !cache_is_usable(sequence, to) {
-            rewind_cache(network, prefixes, sequence, to)?;
-            sequence.count_rerun();
-        }
-    }
-    if sequence.sampled.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
-        return Ok(());
-    }
-    if !cache_is_usable(sequence, sequence.tokens.len()) {
-        rewind_cache(network, prefixes, sequence, sequence.tokens.len())?;
-        sequence.count_rerun();
-        return Ok(());
-    }
-    sequence.sample_again()
-}
-
-/// Rewinds the cache of `sequence` to at most `to` tokens, so that the next token can be sampled
-/// from there.
-fn rewind_cache(
-    network: &Network,
-    prefixes: &mut Prefixes,
-    sequence: &mut Sequence,
-    to: usize,
-) -> Result<()> {
-    let length = sequence.tokens.len();
-    if sequence.cache.is_truncatable() {
-        // The last token runs again for its logits.
-        sequence.cache.truncate(to.min(length - 1));
-        return Ok(());
-    }
-    let is_usable = |checkpoint: &&ReplyCheckpoint| {
-        let position = checkpoint.position();
-        position <= to
-            && position <= sequence.cache.position
-            && (position < length || checkpoint.logits.is_some())
-    };
-    if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
-        sequence.cache.rewind_to(&checkpoint.cache)?;
-        let position = checkpoint.position();
-        sequence.next_logits = checkpoint.logits.clone().map(|logits| {
-            let logits = Logits::new(logits, network.vocabulary());
-            NextLogits { position, logits, row: 0, before: None }
-        });
-        return Ok(());
-    }
-    (sequence.cache, _) = prefixes.resume(&sequence.tokens)?;
-    Ok(())
-}
-
-/// Whether the cache holds at most `to` tokens and the next token can be sampled from it.
-fn cache_is_usable(sequence: &Sequence, to: usize) -> bool {
-    let position = sequence.cache.position;
-    let has_logits = sequence.next_logits.as_ref().is_some_and(|next| next.position == position);
-    position <= to && (position < sequence.tokens.len() || has_logits || sequence.has_ended())
+    let followed = sequence.follow_grammar(network.text());
+    masks.add_since(start);
+    followed?;
+    sequence.settle(prefixes, network.vocabulary())
 }

@@ -22,7 +22,7 @@ use std::time::Instant;
 
 use super::mask_time::MaskTime;
 use super::network::Network;
-use super::settle::{commit_unless_near_tie, settle};
+use super::settle::{commit_sampled, settle};
 use crate::config::{DraftKind, SpeculationConfig};
 use crate::draft::{
     self, Choice, Costs, DraftTokens, Drafted, Drafter, EarlyExitDrafter, Governor, Member, Mode,
@@ -33,7 +33,7 @@ use crate::error::{Result, catch_panic};
 use crate::model::Model;
 use crate::prefix::Prefixes;
 use crate::sequence::Sequence;
-use crate::sequence::next_token::{Draft, Sampled, VerifyPass};
+use crate::sequence::next_token::{Draft, VerifyPass};
 
 /// The drafts of a step, from whose time the costs are learned.
 pub struct DraftedStep {
@@ -76,7 +76,7 @@ impl DraftedStep {
 
 /// Tokens that these sequences have gained by drafts so far.
 fn gained_tokens(running: &[Sequence]) -> i32 {
-    running.iter().map(Sequence::gained).sum()
+    running.iter().map(|sequence| sequence.drafting().gained()).sum()
 }
 
 /// The configuration of drafts, and what was learned of them in earlier requests.
@@ -215,7 +215,7 @@ impl Speculation {
         }
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.
-        let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
+        let unread = running.iter().any(|sequence| sequence.timeline().is_unread());
         let wait = network.runs_at_once() || !unread || {
             let costs = costs.behind_queued_pass();
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
@@ -224,16 +224,17 @@ impl Speculation {
         };
         if wait {
             // An error ends the sequence when its token is committed.
-            running.iter().filter_map(|s| s.sampled.as_ref()).for_each(|next| drop(next.wait()));
+            running.iter().for_each(|sequence| drop(sequence.timeline().wait_for_sampled()));
         }
         let start = Instant::now();
-        let committed = commit_sampled(network, masks, prefixes, running, wait);
+        let committed = commit_read(network, masks, prefixes, running, wait);
         if !wait {
             return None;
         }
         // One that was rewound has sampled again: its draft would follow a token that is not committed.
         let offer = |sequence: &Option<&mut Sequence>| {
-            let sequence = sequence.as_ref().filter(|sequence| sequence.sampled.is_none())?;
+            let sequence =
+                sequence.as_ref().filter(|sequence| !sequence.timeline().has_sampled())?;
             sequence.offer_draft(&costs, streams)
         };
         let offers: Vec<Option<Offer>> = committed.iter().map(offer).collect();
@@ -262,14 +263,12 @@ impl Speculation {
                 }
             };
             let Some(tokens) = tokens else { continue };
-            let kind = sequence.drafters[choice.drafter].kind();
-            step.is_typical &= sequence.governor.as_ref().is_some_and(|g| g.in_use(kind));
+            let kind = sequence.drafting().kind(choice.drafter);
+            step.is_typical &= sequence.drafting().is_in_use(choice.drafter);
             step.rows += tokens.count();
             let (sequences, depth) = &mut step.drafted[kind as usize];
             (*sequences, *depth) = (*sequences + 1, tokens.count().max(*depth));
-            let position = sequence.cache.position;
-            sequence.cache.mark_draft();
-            sequence.draft = Some(Draft { drafter: choice.drafter, tokens, position, pass: None });
+            sequence.timeline_mut().begin_draft(choice.drafter, tokens);
         }
     }
 
@@ -281,8 +280,9 @@ impl Speculation {
     ) -> Result<Vec<Option<DraftTokens>>> {
         let mut members = Vec::new();
         for (sequence, choice) in drafting {
-            let Sequence { drafters, cache, tokens, sampler, .. } = &mut **sequence;
-            let drafter = &mut *drafters[choice.drafter];
+            let (drafting, timeline, sampler) = sequence.for_draft();
+            let (cache, tokens) = timeline.for_drafter();
+            let drafter = drafting.drafter(choice.drafter);
             if choice.is_trial {
                 discount_rates(drafter);
             }
@@ -313,44 +313,38 @@ impl Speculation {
         let mut accepted = 0;
         // `diverted`: the tokens after this one are no longer those of the draft.
         let (mut diverted, mut sampling_changed) = (false, false);
-        let changes = sequence.sampler.changes();
+        let changes = sequence.sampler().changes();
         for &token in &tokens[..confident] {
-            let length = sequence.tokens.len();
-            sequence.commit_sampled(token, network.text());
+            let length = sequence.timeline().len();
+            sequence.commit(token, None, network.text());
             accepted += 1;
             diverted = sequence.has_ended()
-                || sequence.stale_from.is_some()
-                || sequence.tokens.len() != length + 1;
+                || sequence.timeline().is_stale()
+                || sequence.timeline().len() != length + 1;
             // The other rows were sampled without the mask of a form that begins here.
-            sampling_changed = sequence.sampler.changes() != changes || sequence.samples_late();
-            if diverted || sampling_changed || sequence.hooks.is_away() {
+            sampling_changed = sequence.sampler().changes() != changes || sequence.samples_late();
+            if diverted || sampling_changed || sequence.is_away() {
                 break;
             }
         }
         // What a policy will answer, the rows after its call do not know.
-        let run_again = !diverted
-            && (sampling_changed || sequence.hooks.is_away() || near_tie == Some(accepted));
+        let run_again =
+            !diverted && (sampling_changed || sequence.is_away() || near_tie == Some(accepted));
         // The row of the last accepted token stays, unless it runs again.
         let rows = accepted + usize::from(!run_again);
         {
             let _at_once = network.run_at_once(&hidden.pass)?;
-            sequence.cache.rewind_draft(position + rows)?;
+            let next = (!diverted && !run_again).then(|| sampled[accepted]);
+            sequence.timeline_mut().end_draft(position + rows, next)?;
         }
-        if !diverted && !run_again {
-            sequence.sampled = Some(Sampled::Read(sampled[accepted]));
-        }
-        if rows > 0 && sequence.stale_from.is_none() {
+        if rows > 0 && !sequence.timeline().is_stale() {
             // At most DEPTH + 1 rows.
-            sequence.observe(&hidden.first(rows as i32), position);
+            sequence.drafting_mut().observe(&hidden.first(rows as i32), position);
         }
         let rejected = !diverted && !run_again && accepted < tokens.len();
-        sequence.count_draft(tokens.len(), accepted, run_again);
-        let Sequence { drafters, governor, .. } = sequence;
-        let drafter = &mut drafters[drafter];
-        drafter.learn(accepted + usize::from(rejected), accepted)?;
-        if let Some(governor) = governor {
-            governor.learn(drafter.kind(), rows, run_again);
-        }
+        let judged = accepted + usize::from(rejected);
+        let counts = [tokens.len(), judged, accepted, rows];
+        sequence.drafting_mut().learn(drafter, counts, run_again)?;
         settle(network, masks, prefixes, sequence)
     }
 
@@ -364,11 +358,9 @@ impl Speculation {
         seconds: f32,
     ) {
         // The tokens just read are from a plain step after another one. A step that rewound is not typical.
-        let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
+        let is_plain = |s: &Sequence| s.drafting().is_plain() && s.timeline().is_caught_up();
         let plain = costs.plain(streams);
-        let has_just_drafted = |s: &Sequence| {
-            s.decodes() && s.governor.as_ref().is_some_and(Governor::has_just_drafted)
-        };
+        let has_just_drafted = |s: &Sequence| s.decodes() && s.drafting().has_just_drafted();
         match drafted {
             Some(step) => step.learn(costs, &mut self.trial_time, running, seconds),
             None if streams == 0 => {}
@@ -386,10 +378,10 @@ impl Speculation {
 
     /// Keeps the acceptance rates and the governor of `sequence` for the next request.
     pub fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
-        for drafter in &mut sequence.drafters {
-            self.learned_rates[drafter.kind() as usize] = drafter.learned_rates().to_vec();
+        for (kind, rates) in sequence.drafting_mut().learned_rates() {
+            self.learned_rates[kind as usize] = rates.to_vec();
         }
-        if let Some(governor) = &sequence.governor {
+        if let Some(governor) = sequence.drafting().governor() {
             self.learned_governor = Some(governor.clone());
         }
     }
@@ -410,7 +402,7 @@ impl Speculation {
 
 /// Commits the sampled tokens of `running`: all, or those that have been read. One entry for each
 /// sequence: itself, if its token was among them.
-fn commit_sampled<'a>(
+fn commit_read<'a>(
     network: &Network,
     masks: &MaskTime,
     prefixes: &mut Prefixes,
@@ -419,14 +411,16 @@ fn commit_sampled<'a>(
 ) -> Vec<Option<&'a mut Sequence>> {
     let mut committed = Vec::with_capacity(running.len());
     for sequence in running {
-        let is_due = !sequence.hooks.is_away() && sequence.is_caught_up();
-        let sampled = sequence.sampled.take_if(|next| is_due && (all || next.is_read()));
-        let Some(sampled) = sampled else {
+        let timeline = sequence.timeline();
+        let is_read = all || !timeline.is_unread();
+        let is_steered = sequence.is_away() || sequence.has_ended();
+        let is_due = is_read && timeline.is_caught_up() && !is_steered;
+        let Some(sampled) = is_due.then(|| sequence.timeline_mut().take_sampled()).flatten() else {
             committed.push(None);
             continue;
         };
         let result = catch_panic(sequence.stage(), || {
-            commit_unless_near_tie(network, masks, prefixes, sequence, sampled).map(drop)
+            commit_sampled(network, masks, prefixes, sequence, sampled)
         });
         sequence.check(result);
         committed.push(Some(sequence));

@@ -2,14 +2,13 @@
 
 use mlx_rs::transforms::eval;
 
-use super::settle::commit_unless_near_tie;
 use super::{Decoder, admit};
-use crate::cache::Cache;
 use crate::error::{Result, catch_panic};
 use crate::live::Stage;
 use crate::prefix::Retention;
 use crate::request::{Event, Request};
 use crate::schedule::Resources;
+use crate::schedule::preempt::resumes_whole;
 use crate::schedule::queue::Next;
 use crate::schedule::turns::Claimed;
 use crate::sequence::Sequence;
@@ -67,9 +66,9 @@ impl Decoder {
     /// Preempts a sequence for a request of another profile. There is memory for its state, unless that
     /// is what the other one needs.
     fn displace(&mut self, mut sequence: Sequence) {
-        let runs =
-            sequence.cache.position <= sequence.tokens.len() && sequence.stale_from.is_none();
-        if runs && sequence.saves_anywhere && !sequence.hooks.is_away() {
+        let timeline = sequence.timeline();
+        let runs = timeline.position() <= timeline.len() && !timeline.is_stale();
+        if runs && sequence.saves_anywhere() && !sequence.is_away() {
             let saved = catch_panic("being preempted", || {
                 self.saved.save(&sequence, Retention::default());
                 Ok(())
@@ -110,13 +109,13 @@ impl Decoder {
         if let Some(mut sequence) = self.unless_ended(sequence) {
             if sequence.has_ended() {
                 // The verdict on its last call is away. Its state is not saved.
-                sequence.reply_retention = None;
-                drop_arrays(&mut sequence, self.saved.empty());
+                sequence.forget_reply();
+                sequence.drop_arrays(self.saved.empty());
             }
-            let (tokens, request_id) = (sequence.tokens.len(), &sequence.request.id);
+            let (tokens, request_id) = (sequence.timeline().len(), &sequence.request().id);
             tracing::debug!(request_id, tokens, "request preempted");
             self.activity.update(|activity| activity.preemptions += 1);
-            sequence.request.live.set_stage(Stage::Preempted);
+            sequence.request().live.set_stage(Stage::Preempted);
             self.schedule.push_preempted(sequence);
         }
     }
@@ -125,29 +124,23 @@ impl Decoder {
     /// of the sequence. A call of its policy that is away continues.
     pub(crate) fn drop_state(&mut self, sequence: &mut Sequence) -> Result<()> {
         // It is not committed before the policy has answered, but sampled again.
-        let sampled = sequence.sampled.take().filter(|_| !sequence.hooks.is_away());
+        let sampled = sequence.timeline_mut().take_sampled().filter(|_| !sequence.is_away());
         if let Some(sampled) = sampled {
-            commit_unless_near_tie(
-                &self.network,
-                &self.masks,
-                self.saved.prefixes_mut(),
-                sequence,
-                sampled,
-            )?;
+            self.commit_sampled(sequence, sampled)?;
         }
         if sequence.has_ended() {
             return Ok(());
         }
         // Arrays that are still being computed would not be freed.
-        eval(&sequence.cache.arrays()?)?;
+        eval(&sequence.timeline().cache().arrays()?)?;
         if let Err(error) = self.saved.save_on_disk(sequence) {
-            let request_id = &sequence.request.id;
-            let span = &sequence.request.span;
+            let request_id = &sequence.request().id;
+            let span = &sequence.request().span;
             span.log(|| tracing::warn!(request_id, %error, "saving a preempted request failed"));
         }
         self.speculation.keep_learned_stats(sequence);
-        drop_arrays(sequence, self.saved.empty());
-        sequence.preempted += 1;
+        sequence.drop_arrays(self.saved.empty());
+        sequence.count_preemption();
         Ok(())
     }
 
@@ -165,31 +158,21 @@ impl Decoder {
 
     /// Restores the cache of a preempted sequence from saved state, so that its other tokens run again.
     pub(crate) fn restore_state(&mut self, sequence: &mut Sequence) -> Result<()> {
-        let (tokens, is_whole) = (&sequence.tokens, sequence.resumes_whole());
+        let (tokens, is_whole) = (sequence.timeline().tokens(), resumes_whole(sequence));
         let (chunk, bytes) = (self.schedule.chunk(), self.costs.bytes());
         self.saved.make_room_for(tokens, is_whole, chunk, bytes)?;
-        let cached;
-        (sequence.cache, cached) = match is_whole {
+        let (cache, cached) = match is_whole {
             true => (self.saved.empty(), 0),
             false => self.saved.prefixes_mut().resume(tokens)?,
         };
-        sequence.pooled = None;
-        // Another request may have saved more of the prompt than had run.
-        sequence.save_points.retain(|&(at, _)| at > cached);
-        if sequence.governor.is_some() {
-            sequence.drafters = self.speculation.new_drafters(&self.network, tokens)?;
+        if sequence.drafting().is_governed() {
+            let drafters = self.speculation.new_drafters(&self.network, tokens)?;
+            sequence.drafting_mut().set_drafters(drafters);
         }
-        let request_id = &sequence.request.id;
-        tracing::debug!(request_id, tokens = tokens.len(), cached, "request resumed");
+        sequence.restore(cache);
+        let tokens = sequence.timeline().len();
+        let request_id = &sequence.request().id;
+        tracing::debug!(request_id, tokens, cached, "request resumed");
         Ok(())
     }
-}
-
-fn drop_arrays(sequence: &mut Sequence, empty: Cache) {
-    sequence.cache = empty;
-    sequence.checkpoints.clear();
-    sequence.drafters.clear();
-    (sequence.sampled, sequence.next_logits) = (None, None);
-    (sequence.draft, sequence.stale_from) = (None, None);
-    (sequence.runs_alone, sequence.plain_steps, sequence.awaits_mask) = (false, 0, None);
 }

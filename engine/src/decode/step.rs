@@ -15,29 +15,27 @@ use std::time::Instant;
 use mlx_rs::Array;
 use mlx_rs::transforms::eval;
 
-use super::Decoder;
 use super::embed::pool;
 use super::network::Network;
 use super::prompt_logprobs::report_prompt;
-use super::settle::{commit_unless_near_tie, settle};
 use super::speculate::DraftedStep;
+use super::{Decoder, settle};
 use crate::activity::StepTimes;
-use crate::cache::{Checkpoint, Span};
-use crate::draft::Governor;
+use crate::cache::Checkpoint;
 use crate::draft::HiddenRows;
 use crate::error::{Error, Result, catch_panic};
 use crate::lazy::{reshape, submit};
 use crate::nn::pick_rows;
-use crate::request::{FinishReason, Sampling};
+use crate::request::Sampling;
 use crate::sample::row::Row;
 use crate::sample::samples::{Input, Logits, SampleOf, Samples};
 use crate::schedule::memory::{Before, Section};
-use crate::sequence::next_token::{Computing, NextLogits, Sampled, StepInput, VerifyPass};
+use crate::sequence::next_token::{Rows, Sampled, VerifyPass};
 use crate::sequence::{STEP_ROWS, Sequence};
 
 /// What one sequence ran in a pass.
 struct Ran {
-    /// Of the sequence.
+    /// Index of the sequence.
     index: usize,
     /// Its first row in the pass.
     start: i32,
@@ -60,19 +58,6 @@ impl Ran {
     }
 }
 
-/// Waits for the tokens that are committed after a pass: those sampled in the last step, `pending`, and those of drafts.
-fn wait_for_tokens(running: &[Sequence], pending: &[Option<Sampled>]) {
-    for (sequence, sampled) in running.iter().zip(pending) {
-        let pass = sequence.draft.as_ref().and_then(|draft| draft.pass.as_ref());
-        // An error ends the sequence when its token is committed.
-        match (pass, sampled) {
-            (Some(pass), _) => drop(pass.first.token()),
-            (None, Some(sampled)) => drop(sampled.wait()),
-            (None, None) => {}
-        }
-    }
-}
-
 impl Decoder {
     /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
     /// in this one.
@@ -81,13 +66,13 @@ impl Decoder {
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
     pub(crate) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
         self.masks.begin_step();
-        for sequence in running.iter_mut().filter(|sequence| sequence.hooks.is_back()) {
+        for sequence in running.iter_mut().filter(|sequence| sequence.is_back()) {
             let steered = catch_panic(sequence.stage(), || self.take_answer(sequence));
             sequence.check(steered);
         }
-        if let Some(i) = running.iter().position(|sequence| sequence.runs_alone) {
+        if let Some(i) = running.iter().position(|sequence| sequence.timeline().runs_alone()) {
             running = &mut running[i..=i];
-            running[0].runs_alone = false;
+            running[0].timeline_mut().begin_alone();
         }
         let start = Instant::now();
         let planned = self.schedule.plan_prefill(running, self.costs.passes());
@@ -101,19 +86,23 @@ impl Decoder {
             prefills,
         );
         let proposed = start.elapsed();
-        let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;
-        wait_for_tokens(running, &pending);
+        // An error ends the sequence when its token is committed.
+        running.iter().for_each(|sequence| drop(sequence.timeline().wait_for_pass()));
         let waited = start.elapsed() - proposed - ran;
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
-        let mut pending: Vec<_> = pending.into_iter().enumerate().collect();
         // Masks that have waited longest come first.
-        let waiting = |sequence: &Sequence| (sequence.awaits_mask.is_none(), sequence.awaits_mask);
-        pending.sort_by_key(|&(index, _)| waiting(&running[index]));
-        for (index, sampled) in pending {
+        let waiting = |sequence: &Sequence| {
+            let since = sequence.awaits_mask();
+            (since.is_none(), since)
+        };
+        let mut order: Vec<usize> = (0..running.len()).collect();
+        order.sort_by_key(|&index| waiting(&running[index]));
+        for index in order {
             let sequence = &mut running[index];
-            if sequence.has_ended() || sequence.hooks.is_away() {
+            let sampled = sequence.timeline_mut().take_pending();
+            if sequence.has_ended() || sequence.is_away() {
                 continue;
             }
             let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
@@ -123,7 +112,8 @@ impl Decoder {
         if self.network.runs_at_once() {
             // Where an input is not computed, the rest of the next pass would be queued.
             let rewound = running.iter().filter(|sequence| sequence.decodes());
-            let states: Vec<&Array> = rewound.flat_map(|s| s.cache.uncomputed()).collect();
+            let states: Vec<&Array> =
+                rewound.flat_map(|s| s.timeline().cache().uncomputed()).collect();
             if !states.is_empty() {
                 eval(states)?;
             }
@@ -163,35 +153,43 @@ impl Decoder {
         if sequence.begin_decode() {
             self.saved.share_prefix(sequence);
         }
-        if sequence.limits.reply == 0 && sequence.is_caught_up() {
+        if sequence.limits().reply == 0 && sequence.timeline().is_caught_up() {
             // The client wants the probabilities of its prompt only.
-            sequence.sampled = None;
-            sequence.end(FinishReason::Length);
+            sequence.end_after_prompt();
             return Ok(());
         }
-        if let Some(draft) = sequence.draft.take() {
+        if let Some(draft) = sequence.timeline_mut().take_draft() {
             let (network, prefixes) = (&self.network, self.saved.prefixes_mut());
             self.speculation.accept_draft(network, &self.masks, prefixes, sequence, draft)?;
         } else if let Some(sampled) = sampled {
-            commit_unless_near_tie(
-                &self.network,
-                &self.masks,
-                self.saved.prefixes_mut(),
-                sequence,
-                sampled,
-            )?;
+            self.commit_sampled(sequence, sampled)?;
         }
         if sequence.samples_late() {
-            settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)?;
+            self.settle(sequence)?;
         }
         sequence.take_checkpoint()
     }
 
-    /// Goes on with a sequence whose policy has answered on a thread.
+    /// Commits a sampled token, unless it is a near-tie, and settles the consequences.
+    pub(super) fn commit_sampled(
+        &mut self,
+        sequence: &mut Sequence,
+        sampled: Sampled,
+    ) -> Result<()> {
+        let prefixes = self.saved.prefixes_mut();
+        settle::commit_sampled(&self.network, &self.masks, prefixes, sequence, sampled)
+    }
+
+    /// Settles a sequence whose tokens may have changed.
+    pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
+        settle::settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)
+    }
+
+    /// Continues with a sequence whose policy has answered on a thread.
     fn take_answer(&mut self, sequence: &mut Sequence) -> Result<()> {
-        sequence.plain_steps = 0;
+        sequence.drafting_mut().count_plain_step(false);
         sequence.steer(self.network.text())?;
-        settle(&self.network, &self.masks, self.saved.prefixes_mut(), sequence)?;
+        self.settle(sequence)?;
         sequence.take_checkpoint()
     }
 
@@ -212,43 +210,39 @@ impl Decoder {
             .then(|| self.saved.expect_step(running, &planned, self.costs.bytes()));
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
-            sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
+            sequence.count_wait(waits);
             // A near-tie that was found before the pass runs again alone.
-            let near_tie = sequence.runs_alone && several;
-            if waits || near_tie || sequence.hooks.is_away() || sequence.awaits_mask.is_some() {
+            let near_tie = sequence.timeline().runs_alone() && several;
+            let is_held = sequence.is_away() || sequence.awaits_mask().is_some();
+            if waits || near_tie || is_held {
                 continue;
             }
-            let mut step = sequence.sampler.steps();
+            let mut step = sequence.sampler().steps();
             let start = end;
-            match sequence.next_input(planned.max(STEP_ROWS))? {
-                StepInput::Tokens(tokens) => {
+            match sequence.rows(planned.max(STEP_ROWS)) {
+                Rows::Tokens(tokens) => {
                     let is_plain = self.network.runs_at_once()
                         && tokens.len() == 1
                         && !sequence.samples_late();
-                    sequence.plain_steps = if is_plain { sequence.plain_steps + 1 } else { 0 };
+                    sequence.drafting_mut().count_plain_step(is_plain);
                     Input::push_known(&mut inputs, &tokens);
                 }
-                StepInput::Draft(draft) => {
-                    sequence.plain_steps = 0;
-                    Input::push_known(&mut inputs, &sequence.tokens[sequence.cache.position..]);
+                Rows::Draft(tokens, draft) => {
+                    sequence.drafting_mut().count_plain_step(false);
+                    Input::push_known(&mut inputs, &tokens);
                     Input::push_draft(&mut inputs, &draft);
                 }
-                StepInput::Sampled(sample) => {
-                    sequence.plain_steps += 1;
+                Rows::Sampled(sample) => {
+                    sequence.drafting_mut().count_plain_step(true);
                     // The input is sampled but not committed yet.
                     step += 1;
                     Input::push_sample(&mut inputs, sample);
                 }
-                StepInput::Nothing => {
-                    sequence.sampled = None;
-                    continue;
-                }
+                Rows::Nothing => continue,
             }
             end = inputs.iter().map(Input::rows).sum();
-            // The margins of a draft are checked when it is accepted.
-            let before =
-                (checks && sequence.draft.is_none()).then(|| sequence.cache.brief_checkpoint());
-            spans.push(Span { rows: end - start, cache: &mut sequence.cache });
+            let before = checks.then(|| sequence.timeline().before_pass()).flatten();
+            spans.push(sequence.timeline_mut().span(end - start));
             ran.push(Ran { index, start, end, step, before });
         }
         if ran.is_empty() {
@@ -294,35 +288,36 @@ fn sample_after(
     let mut with_margins = false;
     for mut ran in ran {
         let sequence = &mut running[ran.index];
-        let position = sequence.cache.position;
-        if sequence.request.prompt_logprobs.is_some() {
+        let position = sequence.timeline().position();
+        if sequence.request().prompt_logprobs.is_some() {
             report_prompt(network, sequence, &ran.own(hidden).array()?)?;
         }
-        if let Some(wish) = sequence.request.embedding {
+        if let Some(wish) = sequence.request().embedding {
             let pooled = pool(network.pooling(), sequence, wish, &ran.own(hidden).array()?);
             sequence.check(pooled);
         }
-        if let Some(draft) = &sequence.draft {
+        if let Some(draft) = sequence.timeline().draft() {
             places.extend(ran.start..ran.end);
-            rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));
+            let position = draft.position + 1;
+            rows.extend(sequence.sampler().rows(ran.rows(), position));
             with_margins |= exact;
-        } else if sequence.is_caught_up() {
-            if !sequence.drafters.is_empty() {
-                sequence.observe(&ran.own(hidden), position - ran.rows());
+        } else if sequence.timeline().is_caught_up() {
+            if sequence.drafting().has_drafters() {
+                sequence.drafting_mut().observe(&ran.own(hidden), position - ran.rows());
             }
-            sequence.governor.iter_mut().for_each(Governor::count_step);
+            sequence.drafting_mut().count_step();
             places.push(ran.end - 1);
             // A row that is sampled later costs one search for the largest logit here.
             rows.push(match sequence.samples_late() {
                 true => Row::new(Sampling::default(), 0),
-                false => sequence.sampler.row(ran.step, position),
+                false => sequence.sampler().row(ran.step, position),
             });
             ran.before = ran.before.filter(|_| shared);
             with_margins |= ran.before.is_some();
         } else {
             // Evaluated by the caller: the graphs of all chunks would pile up, and the client could
             // not cancel.
-            prefilled.extend(sequence.cache.arrays()?);
+            prefilled.extend(sequence.timeline().cache().arrays()?);
             continue;
         }
         sampling.push(ran);
@@ -348,16 +343,13 @@ fn sample_after(
     for ran in sampling {
         let sequence = &mut running[ran.index];
         let sample = SampleOf::new(samples.clone(), row);
-        if let Some(draft) = &mut sequence.draft {
-            draft.pass = Some(VerifyPass { hidden: ran.own(hidden), first: sample });
+        if sequence.timeline().is_drafting() {
+            let pass = VerifyPass { hidden: ran.own(hidden), first: sample };
+            sequence.timeline_mut().ran_draft(pass);
             row += ran.rows();
         } else {
-            let (position, before) = (sequence.cache.position, ran.before);
-            let logits = logits.clone();
-            sequence.next_logits =
-                Some(NextLogits { position, logits, row, before: before.clone() });
-            let sampled = Sampled::Computing(Computing { sample, before });
-            sequence.sampled = (!sequence.samples_late()).then_some(sampled);
+            let sample = (!sequence.samples_late()).then_some(sample);
+            sequence.timeline_mut().ran(logits.clone(), row, sample, ran.before);
             row += 1;
         }
     }

@@ -163,7 +163,7 @@ fn warm_up_with(
         let request = request(i, length.min(preparer.context / 2));
         let prepared = preparer.prepare_with(Job { request, events }, unsteered())?;
         let mut sequence = admit(decoder, prepared)?;
-        sequence.draft_always(kind, 1 + 2 * i % DEPTH);
+        sequence.drafting_mut().draft_always(kind, 1 + 2 * i % DEPTH);
         running.push(sequence);
     }
     while !running.is_empty() {

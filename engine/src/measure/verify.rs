@@ -16,7 +16,6 @@ use tokio::sync::mpsc;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::decode::Decoder;
-use crate::draft::Governor;
 use crate::draft::{Drafter, MovingRate, Start};
 use crate::error::{Error, Result};
 use crate::job::Job;
@@ -230,7 +229,7 @@ fn complete(
     // Dropping a receiver cancels its request.
     let mut receivers = Vec::new();
     let mut sequence = admit_for_verification(decoder, &requests[i], &mut receivers)?;
-    sequence.limits.context = decoder.context().min(sequence.prompt + tokens);
+    sequence.limit_reply(tokens);
     restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
     let mut running = vec![sequence];
     let mut start = Instant::now();
@@ -246,7 +245,7 @@ fn complete(
             DecodePath::Preempted(drafts) => {
                 let sequence = &mut running[0];
                 let is_due = drafts.is_none() || mix(1, step).is_multiple_of(2);
-                if is_due && sequence.is_caught_up() {
+                if is_due && sequence.timeline().is_caught_up() {
                     preempt_and_resume(decoder, sequence)?;
                     restrict_drafting(sequence, path, None);
                 }
@@ -258,7 +257,7 @@ fn complete(
         }
         decoder.wait_for_policies(&running);
         decoder.advance(&mut running)?;
-        if running[0].tokens.len() == running[0].prompt {
+        if running[0].reply().len() == 0 {
             start = Instant::now();
         }
         step += 1;
@@ -273,11 +272,11 @@ fn complete(
     }
     decoder.save(&sequence);
     Ok(Reply {
-        prompt: sequence.prompt,
-        cached: sequence.cached,
+        prompt: sequence.timeline().prompt(),
+        cached: sequence.cached(),
         time,
-        drafted: sequence.draft_counts(),
-        tokens: sequence.tokens,
+        drafted: sequence.drafting().counts().map(|count| count as usize),
+        tokens: sequence.timeline().tokens().to_vec(),
     })
 }
 
@@ -315,7 +314,8 @@ fn change_others(
         request.seed = Some(step);
         let mut sequence = admit_for_verification(decoder, &request, receivers)?;
         // Every other one drafts.
-        sequence.governor = Governor::always(random / 128 % 2 * (1 + random / 256 % DEPTH));
+        let depth = random / 128 % 2 * (1 + random / 256 % DEPTH);
+        sequence.drafting_mut().set_depth(depth);
         running.push(sequence);
     } else if running.len() > 1 && random % 16 == 1 {
         running.remove(1 + random / 16 % (running.len() - 1));
@@ -353,15 +353,15 @@ pub(crate) fn restrict_drafting(sequence: &mut Sequence, path: DecodePath, plain
             | DecodePath::Batched(_, Some(kind)),
             _,
         ) => {
-            sequence.draft_always(Some(kind), DRAFT_DEPTH);
+            sequence.drafting_mut().draft_always(Some(kind), DRAFT_DEPTH);
         }
         (DecodePath::Rewound, Some(plain)) => {
             let text = plain.to_vec();
-            sequence.drafters = vec![Box::new(OneWrongToken { text, place: 0 })];
-            sequence.governor = Governor::always(DEPTH);
+            let drafter = Box::new(OneWrongToken { text, place: 0 });
+            sequence.drafting_mut().draft_only_with(drafter, DEPTH);
         }
         _ => {
-            sequence.draft_always(None, 0);
+            sequence.drafting_mut().draft_always(None, 0);
         }
     }
 }

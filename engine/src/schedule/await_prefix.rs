@@ -10,7 +10,6 @@ use super::Schedule;
 use super::saved::SavedState;
 use crate::error::{Error, RequestError};
 use crate::job::fail_all;
-use crate::prefix::Retention;
 use crate::sequence::Sequence;
 use crate::sequence::prepare::Prepared;
 
@@ -39,14 +38,14 @@ impl Schedule {
     pub fn await_prefix(&mut self, prepared: Prepared, at: usize, tokens: usize) {
         let since = self.queue.stamp();
         let sequence = &mut self.running[at];
-        sequence.save_at(tokens);
-        let computed_by = sequence.number;
+        sequence.timeline_mut().add_save_point(tokens);
+        let computed_by = sequence.number();
         self.awaiting.push(AwaitingPrefix { prepared, since, computed_by, tokens });
     }
 
     /// Indices of the requests whose prefix is computed no longer: they may start.
     pub fn due_requests(&self) -> impl Iterator<Item = usize> {
-        let is_due = |waiting: &AwaitingPrefix| !self.running.iter().any(|s| s.computes(waiting));
+        let is_due = |waiting: &AwaitingPrefix| !self.running.iter().any(|s| computes(s, waiting));
         let waiting = self.awaiting.iter().enumerate();
         waiting.filter(move |(_, waiting)| is_due(waiting)).map(|(at, _)| at)
     }
@@ -56,7 +55,7 @@ impl Schedule {
         for at in self.due_requests().collect::<Vec<_>>() {
             let waiting = &self.awaiting[at];
             let has_computed = |s: &&mut Sequence| {
-                s.number == waiting.computed_by && s.cache.position >= waiting.tokens
+                s.number() == waiting.computed_by && s.timeline().position() >= waiting.tokens
             };
             if let Some(sequence) = self.running.iter_mut().find(has_computed) {
                 saved.share_prefix(sequence);
@@ -75,17 +74,18 @@ impl Schedule {
             return None;
         }
         let common =
-            |(at, sequence): (usize, &Sequence)| Some((at, sequence.will_save(&prepared.prompt)?));
+            |(at, sequence): (usize, &Sequence)| Some((at, will_save(sequence, &prepared.prompt)?));
         let (at, tokens) =
             self.running.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
-        let is_worth = saved.is_worth_awaiting(&prepared.prompt, &self.running[at].cache, tokens);
+        let is_worth =
+            saved.is_worth_awaiting(&prepared.prompt, self.running[at].timeline().cache(), tokens);
         is_worth.then_some((at, tokens))
     }
 
     /// Rows until the first position of the prompt of `sequence` that a request waits for; `None` if none does.
     pub fn awaited_rows(&self, sequence: &Sequence) -> Option<usize> {
-        let awaited = self.awaiting.iter().filter(|waiting| sequence.computes(waiting));
-        awaited.map(|waiting| waiting.tokens - sequence.cache.position).min()
+        let awaited = self.awaiting.iter().filter(|waiting| computes(sequence, waiting));
+        awaited.map(|waiting| waiting.tokens - sequence.timeline().position()).min()
     }
 
     /// Ends the waiting requests whose client has disconnected or whose deadline has passed.
@@ -106,33 +106,26 @@ impl Schedule {
     }
 }
 
-impl Sequence {
-    /// Whether it still computes the prefix that a request waits for.
-    fn computes(&self, waiting: &AwaitingPrefix) -> bool {
-        self.number == waiting.computed_by
-            && self.cache.position < waiting.tokens
-            && !self.has_ended()
-            && !self.hooks.is_away()
-    }
+/// Whether a sequence still computes the prefix that a request waits for.
+fn computes(sequence: &Sequence, waiting: &AwaitingPrefix) -> bool {
+    sequence.number() == waiting.computed_by
+        && sequence.timeline().position() < waiting.tokens
+        && !sequence.has_ended()
+        && !sequence.is_away()
+}
 
-    /// The number of tokens after which its prompt, which is being computed, can be saved for a request with this prompt.
-    fn will_save(&self, prompt: &[u32]) -> Option<usize> {
-        // A policy may permit some save points only.
-        if self.has_ended() || self.hooks.is_away() || !self.saves_anywhere {
-            return None;
-        }
-        let pairs = self.tokens[..self.prompt].iter().zip(&prompt[..prompt.len() - 1]);
-        let common = pairs.take_while(|(a, b)| a == b).count();
-        let points = self.save_points.iter().map(|&(at, _)| at);
-        let near = points.filter(|at| *at <= common && common - at < NEAR).max();
-        let tokens = near.unwrap_or(common);
-        (tokens > self.cache.position).then_some(tokens)
+/// The number of tokens after which the prompt of a sequence, which is being computed, can be saved for a request with this
+/// prompt.
+fn will_save(sequence: &Sequence, prompt: &[u32]) -> Option<usize> {
+    // A policy may permit some save points only.
+    if sequence.has_ended() || sequence.is_away() || !sequence.saves_anywhere() {
+        return None;
     }
-
-    /// Adds a save point of the prompt.
-    fn save_at(&mut self, tokens: usize) {
-        if let Err(place) = self.save_points.binary_search_by_key(&tokens, |&(at, _)| at) {
-            self.save_points.insert(place, (tokens, Retention::default()));
-        }
-    }
+    let timeline = sequence.timeline();
+    let pairs = timeline.tokens()[..timeline.prompt()].iter().zip(&prompt[..prompt.len() - 1]);
+    let common = pairs.take_while(|(a, b)| a == b).count();
+    let points = timeline.save_points();
+    let near = points.filter(|at| *at <= common && common - at < NEAR).max();
+    let tokens = near.unwrap_or(common);
+    (tokens > timeline.position()).then_some(tokens)
 }

@@ -179,14 +179,14 @@ impl Schedule {
     /// The rows of prompt that each of `running` runs in this step.
     pub fn plan_prefill(&self, running: &[Sequence], costs: &PassCosts) -> Vec<usize> {
         let profile = |sequence: &Sequence| {
-            let is_of = |other: &Sequence| other.request.profile == sequence.request.profile;
+            let is_of = |other: &Sequence| other.request().profile == sequence.request().profile;
             running.iter().position(is_of).unwrap_or_default()
         };
         let pending = |sequence: &Sequence| Pending {
             // Others wait for a part of the prompt only.
             rows: sequence.prompt_rows().min(self.awaited_rows(sequence).unwrap_or(usize::MAX)),
             decodes: sequence.decodes(),
-            passed_over: sequence.passed_over,
+            passed_over: sequence.passed_over(),
             profile: profile(sequence),
         };
         let pending: Vec<Pending> = running.iter().map(pending).collect();

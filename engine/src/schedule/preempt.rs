@@ -23,16 +23,15 @@ fn expected_length(prompt: usize, limits: &Limits, reasons: bool) -> usize {
     (prompt + REPLY_TOKENS.min(reply as usize)).min(limits.context)
 }
 
-impl Sequence {
-    fn expected_length(&self) -> usize {
-        expected_length(self.prompt, &self.limits, self.reasoning == Some(true))
-            .max(self.tokens.len())
-    }
+/// Tokens for which there must be room when a sequence runs.
+fn sequence_length(sequence: &Sequence) -> usize {
+    let (timeline, reasons) = (sequence.timeline(), sequence.reasoning() == Some(true));
+    expected_length(timeline.prompt(), sequence.limits(), reasons).max(timeline.len())
+}
 
-    /// Returns true if all of its tokens run again when it resumes: the prompt was not reported whole.
-    pub fn resumes_whole(&self) -> bool {
-        self.request.needs_whole_prompt() && self.reported < self.prompt
-    }
+/// Returns true if all tokens of a sequence run again when it resumes: the prompt was not reported whole.
+pub fn resumes_whole(sequence: &Sequence) -> bool {
+    sequence.request().needs_whole_prompt() && sequence.reported() < sequence.timeline().prompt()
 }
 
 impl Schedule {
@@ -46,8 +45,8 @@ impl Schedule {
 
     /// Returns true if there is room for a preempted sequence beside the running ones.
     pub(super) fn has_room_to_resume(&self, sequence: &Sequence, resources: Resources<'_>) -> bool {
-        let (whole, length) = (sequence.resumes_whole(), sequence.expected_length());
-        self.has_room_for_another(&sequence.tokens, whole, length, resources)
+        let (whole, length) = (resumes_whole(sequence), sequence_length(sequence));
+        self.has_room_for_another(sequence.timeline().tokens(), whole, length, resources)
     }
 
     /// Returns true if there is room for a sequence of `tokens` that grows to `length`. If it `is_whole`, it shares none.
@@ -63,7 +62,7 @@ impl Schedule {
         }
         let memory = saved.memory();
         let Ok(free) = memory.free() else { return false };
-        let running = self.running.iter().map(|s| (&s.cache, s.expected_length()));
+        let running = self.running.iter().map(|s| (s.timeline().cache(), sequence_length(s)));
         let (empty, shared) = (saved.empty(), saved.shared_rows(tokens, is_whole));
         let grown: u64 = running.clone().map(|(cache, length)| memory.growth(cache, length)).sum();
         let grown = grown + memory.growth_behind(&empty, shared, length);

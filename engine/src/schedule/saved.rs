@@ -106,31 +106,32 @@ impl SavedState {
             _ => planned,
         };
         let spans = sequences.iter().zip(planned.iter().copied());
-        let spans = spans.map(|(sequence, planned)| (&sequence.cache, rows((sequence, planned))));
+        let spans = spans
+            .map(|(sequence, planned)| (sequence.timeline().cache(), rows((sequence, planned))));
         self.memory.expect(bytes, spans.filter(|&(_, rows)| rows > 0))
     }
 
     /// Saves the state of the prompt if the cache is at its next save point.
     pub fn save_at_save_point(&mut self, sequence: &mut Sequence) {
-        let is_here = |&mut (position, _): &mut (usize, _)| position == sequence.cache.position;
-        if let Some((_, retention)) = sequence.save_points.pop_front_if(is_here) {
+        if let Some(retention) = sequence.timeline_mut().take_save_point() {
             self.save(sequence, retention);
         }
     }
 
     /// Saves the state of the tokens that have run. A failure costs time later, nothing else.
     pub fn save(&mut self, sequence: &Sequence, retention: Retention) {
-        let tokens = &sequence.tokens[..sequence.cache.position];
+        let cache = sequence.timeline().cache();
+        let tokens = &sequence.timeline().tokens()[..cache.position];
         if tokens.len() < self.min_tokens {
             return;
         }
-        let plan = self.prefixes.plan_save(&sequence.cache, tokens, retention);
-        let bytes = |rows| self.memory.of_saved(&sequence.cache, rows);
+        let plan = self.prefixes.plan_save(cache, tokens, retention);
+        let bytes = |rows| self.memory.of_saved(cache, rows);
         // The store has a copy of its own until it is written.
         let room = self.make_room(bytes(tokens.len()) + plan.to_write.map_or(0, bytes));
-        let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, &plan));
+        let saved = room.and_then(|()| self.prefixes.save(cache, tokens, &plan));
         if let Err(error) = saved {
-            let (id, span) = (&sequence.request.id, &sequence.request.span);
+            let (id, span) = (&sequence.request().id, &sequence.request().span);
             span.log(|| tracing::warn!(request_id = id, %error, "saving state failed"));
         }
     }
@@ -138,12 +139,14 @@ impl SavedState {
     /// Saves the state of a sequence in the store, if there is one and little is to be copied. In memory
     /// it would take as much as before.
     pub fn save_on_disk(&self, sequence: &Sequence) -> Result<()> {
-        let (cache, position) = (&sequence.cache, sequence.cache.position);
+        let cache = sequence.timeline().cache();
         // While its policy is called on a thread, the cache may hold tokens that were rewound.
-        if sequence.stale_from.is_some() {
+        if sequence.timeline().is_stale() {
             return Ok(());
         }
-        let Some(tokens) = sequence.tokens.get(..position) else { return Ok(()) };
+        let Some(tokens) = sequence.timeline().tokens().get(..cache.position) else {
+            return Ok(());
+        };
         let Some(unsaved) = self.prefixes.tokens_to_write(tokens) else { return Ok(()) };
         let bytes = self.memory.of_saved(cache, unsaved);
         let is_cheap = bytes <= SAVED_BYTES && self.memory.check(bytes).is_ok();
@@ -167,22 +170,23 @@ impl SavedState {
 
     /// Lets other requests share the KV of the tokens of the prompt that have run. A failure costs memory, nothing else.
     pub fn share_prefix(&mut self, sequence: &mut Sequence) {
-        let position = sequence.cache.position;
-        if position > sequence.prompt {
+        let position = sequence.timeline().position();
+        if position > sequence.timeline().prompt() {
             // It holds what may be rewound. A further choice shares the rows of the first.
             return;
         }
         // If it shares some already, all rows are copied.
-        let is_copied = sequence.cache.shared_count() > 0;
-        let copied = sequence.cache.shareable_bytes(position, self.memory.float_bytes());
-        if !self.prefixes.will_share(&sequence.cache, position)
+        let cache = sequence.timeline().cache();
+        let is_copied = cache.shared_count() > 0;
+        let copied = cache.shareable_bytes(position, self.memory.float_bytes());
+        if !self.prefixes.will_share(cache, position)
             || is_copied && self.make_room(copied).is_err()
         {
             return;
         }
-        let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
-        if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
-            let (id, span) = (&sequence.request.id, &sequence.request.span);
+        let share = || sequence.timeline_mut().share(&mut self.prefixes);
+        if let Err(error) = catch_panic("being shared", share) {
+            let (id, span) = (&sequence.request().id, &sequence.request().span);
             span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
         }
     }

@@ -64,7 +64,7 @@ impl Schedule {
     /// The next turn, and the profile that makes room for it.
     pub fn next_turn(&self, resources: Resources<'_>) -> (Next, Option<String>) {
         let counts = self.counts();
-        let preempted = self.preempted.iter().map(|s| (s.request.profile.as_str(), s.since));
+        let preempted = self.preempted.iter().map(|s| (s.request().profile.as_str(), s.since()));
         let due = self.due_requests().map(|at| &self.awaiting[at]);
         let due = due.map(|waiting| (waiting.prepared.request.profile.as_str(), waiting.since));
         let claims = preempted.chain(due).map(|(profile, since)| Claim { profile, since });
@@ -109,7 +109,7 @@ impl Schedule {
         match candidate {
             Candidate::Ready(prepared) => &prepared.request,
             Candidate::Claim(claim) => match self.preempted.get(claim) {
-                Some(sequence) => &sequence.request,
+                Some(sequence) => sequence.request(),
                 None => &self.due_request(claim).request,
             },
         }
@@ -135,7 +135,7 @@ impl Schedule {
     pub fn take_claim(&mut self, claim: usize) -> Claimed {
         let since = self.queue.stamp();
         let (body, claimed) = match self.preempted.remove(claim) {
-            Some(sequence) => (sequence.body, Claimed::Preempted(Box::new(sequence))),
+            Some(sequence) => (sequence.body(), Claimed::Preempted(Box::new(sequence))),
             None => {
                 let at = self.due_requests().nth(claim - self.preempted.len());
                 let at = at.expect("a claim is a preempted sequence or a due request");
@@ -144,8 +144,8 @@ impl Schedule {
             }
         };
         // The rest of the body waits behind all others. A sequence that was preempted for memory stays first.
-        for sequence in self.preempted.iter_mut().filter(|s| s.body == body && s.since > 0) {
-            sequence.since = since;
+        for sequence in self.preempted.iter_mut().filter(|s| s.body() == body && s.since() > 0) {
+            sequence.wait_since(since);
         }
         claimed
     }
@@ -153,7 +153,7 @@ impl Schedule {
     fn counts(&self) -> Counts<'_> {
         let mut counts = Counts::default();
         for sequence in &self.running {
-            counts.0.entry(&sequence.request.profile).or_default().running += 1;
+            counts.0.entry(&sequence.request().profile).or_default().running += 1;
         }
         for waiting in &self.awaiting {
             counts.0.entry(&waiting.prepared.request.profile).or_default().awaiting += 1;
@@ -176,12 +176,12 @@ impl Schedule {
     /// Takes the sequence of `profile` that makes room for a request of another one, if `profile` has the most sequences. It
     /// waits for a turn from now on.
     pub fn take_displaced(&mut self, profile: &str) -> Option<Sequence> {
-        let of_profile = |(_, sequence): &(usize, &Sequence)| sequence.request.profile == profile;
+        let of_profile = |(_, sequence): &(usize, &Sequence)| sequence.request().profile == profile;
         let (places, running): (Vec<usize>, Vec<Victim>) =
             self.running.iter().enumerate().filter(of_profile).map(victim).unzip();
         let at = places[plan::victim(&running)?];
         let mut sequence = self.running.remove(at);
-        sequence.since = self.queue.stamp();
+        sequence.wait_since(self.queue.stamp());
         Some(sequence)
     }
 
@@ -189,17 +189,17 @@ impl Schedule {
     pub fn take_victim(&mut self) -> Option<Sequence> {
         let counts = self.counts();
         let victim = |entry: (usize, &Sequence)| {
-            let of_profile = counts.of(&entry.1.request.profile).running;
+            let of_profile = counts.of(&entry.1.request().profile).running;
             Victim { of_profile, ..victim(entry).1 }
         };
         let victims: Vec<Victim> = self.running.iter().enumerate().map(victim).collect();
         let mut sequence = self.running.remove(plan::victim(&victims)?);
-        sequence.since = 0;
+        sequence.wait_since(0);
         Some(sequence)
     }
 }
 
 fn victim((at, sequence): (usize, &Sequence)) -> (usize, Victim) {
-    let (computed, preempted) = (sequence.cache.position, sequence.preempted);
+    let (computed, preempted) = (sequence.timeline().position(), sequence.preemptions());
     (at, Victim { computed, preempted, of_profile: 0 })
 }

@@ -1,28 +1,32 @@
 //! When `on-step` is called, and the actions of its answer, in the order that the contract defines.
 
-use std::collections::VecDeque;
-
-use super::Sequence;
-use super::steer::{Ask, BUDGET_REACHED, Committed, Todo};
+use super::reply::ClientReply;
+use super::steering::{Act, Ask, BUDGET_REACHED, Committed, Do, Now, Steering, Todo};
 use crate::error::Result;
 use crate::policy::{self, Action, Observations, SamplingPatch, Step};
 use crate::request::FinishReason;
-use crate::text::{Phase, Text};
+use crate::text::Phase;
 
-impl Sequence {
+impl Steering {
     /// The call of `on-step` after a commit, if one is due.
-    pub fn due_call(&mut self, committed: Committed) -> Todo {
+    pub(super) fn due_call(
+        &mut self,
+        committed: Committed,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Todo {
         let Committed { loop_found, newline, texts_found, token_found } = committed;
-        let phase = self.reply_state.reply.phase();
+        let limits = now.limits;
+        let phase = reply.phase();
         let is_reasoning = phase == Phase::Reasoning;
-        let before = self.progress.phase.replace(phase);
-        let phase_changed = self.limits.on_phase && before.is_some_and(|before| before != phase);
+        let before = self.phase.replace(phase);
+        let phase_changed = limits.on_phase && before.is_some_and(|before| before != phase);
         // A header may begin an answer or a call.
-        let budget_reached = is_reasoning
-            && !self.reply_state.reply.in_header()
-            && self.reply_state.reasoning_tokens >= self.limits.reasoning;
-        let unseen = &self.tokens[self.progress.seen..];
-        let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
+        let reasoning_tokens = reply.state().reasoning_tokens;
+        let budget_reached =
+            is_reasoning && !reply.parsed().in_header() && reasoning_tokens >= limits.reasoning;
+        let unseen = &now.tokens[self.seen..];
+        let due = limits.every > 0 && unseen.len() >= limits.every as usize;
         let is_found = !texts_found.is_empty() || token_found;
         let is_event =
             loop_found.is_some() || budget_reached || phase_changed || newline || is_found;
@@ -39,143 +43,207 @@ impl Sequence {
             (None, false) if token_found => "token of the plan".to_string(),
             (None, false) => "periodic call".to_string(),
         };
-        let drawn = std::mem::take(&mut self.progress.drawn);
+        let drawn = std::mem::take(&mut self.drawn);
         let observed = Observations { texts_found, token_found, drawn }.if_any();
         let step = Step {
-            index: self.reply_len() as u32,
+            index: reply.len() as u32,
             phase: match phase {
                 Phase::Reasoning => policy::Phase::Reasoning,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            reasoning_tokens: self.reply_state.reasoning_tokens,
-            answer_tokens: self.reply_state.answer_tokens,
-            reasoning_left: self.limits.reasoning.saturating_sub(self.reply_state.reasoning_tokens),
+            reasoning_tokens,
+            answer_tokens: reply.state().answer_tokens,
+            reasoning_left: limits.reasoning.saturating_sub(reasoning_tokens),
             tokens: unseen[newest..].to_vec(),
-            text: self.reply_state.reply.take_text(),
+            text: reply.parsed_mut().take_text(),
             loop_found,
             budget_reached,
             phase_changed,
             newline,
             observed,
         };
-        self.progress.loops += u32::from(loop_found.is_some());
-        self.progress.seen = self.tokens.len();
+        self.loops += u32::from(loop_found.is_some());
+        self.seen = now.tokens.len();
         Todo::Ask(Box::new(Ask { step, why, budget_reached }))
     }
 
-    /// Applies the actions that write nothing: the longest rewind; then sampling, biases and bans.
-    /// Returns the others, up to the first stop, in order.
-    pub fn apply(&mut self, mut actions: Vec<Action>, why: &str) -> Result<VecDeque<Action>> {
+    /// Begins with the actions of an answer, up to the first stop: the longest rewind is the first.
+    pub(super) fn begin_actions(
+        &mut self,
+        mut actions: Vec<Action>,
+        why: String,
+        budget_reached: bool,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Option<Do> {
         let stop = actions.iter().position(|action| matches!(action, Action::Stop(_)));
         actions.truncate(stop.map_or(actions.len(), |at| at + 1));
         let rewinds = actions.iter().filter_map(|action| match action {
             Action::Rewind(tokens) => Some(*tokens),
             _ => None,
         });
-        if let Some(tokens) = rewinds.max() {
-            self.rewind_by(tokens as usize, why)?;
+        let next =
+            rewinds.max().and_then(|tokens| self.rewind_by(tokens as usize, &why, reply, now));
+        self.todo = Todo::Apply(Act { actions: actions.into(), why, budget_reached });
+        next
+    }
+
+    /// The rewind by `count` tokens, or to the start of the phase if that is nearer.
+    fn rewind_by(
+        &mut self,
+        count: usize,
+        why: &str,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Option<Do> {
+        let (tokens, length) = (now.tokens.len(), reply.len());
+        let to = tokens.saturating_sub(count).max(reply.earliest_rewind());
+        let count = tokens - to;
+        if count == 0 {
+            return None;
         }
-        for action in &actions {
-            self.change_sampling(action, why);
+        let note = format!("rewound {count} tokens after {length} tokens ({why})");
+        let rewind = self.rewind(to, Some(note), reply, now);
+        if rewind.is_none() {
+            let reason = "the client already has the text";
+            reply.note(format!("did not rewind after {length} tokens ({why}): {reason}"));
+        }
+        rewind
+    }
+
+    /// Applies the actions that change sampling. A token that is already sampled is sampled again
+    /// from the same logits with the same noise. The actions that write or stop follow.
+    pub(super) fn change_sampling(
+        &mut self,
+        act: Act,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Option<Do> {
+        let mut has_changed = false;
+        for action in act.actions.iter().filter(|_| !now.has_ended) {
+            let (what, steps) = match action {
+                Action::Ban(ban) => {
+                    self.sampler.ban(&ban.tokens, ban.steps);
+                    (format!("banned {} tokens", ban.tokens.len()), ban.steps)
+                }
+                Action::Bias(bias) => {
+                    self.sampler.bias(&bias.tokens, bias.steps);
+                    (format!("biased {} tokens", bias.tokens.len()), bias.steps)
+                }
+                Action::Sampling(change) => {
+                    self.sampler.change(change.sampling, change.steps);
+                    (format!("changed sampling to {}", describe(&change.sampling)), change.steps)
+                }
+                _ => continue,
+            };
+            let span = match steps {
+                0 => "for the rest of the reply".to_string(),
+                steps => format!("for the next {steps} tokens"),
+            };
+            reply.note(format!("{what} {span} after {} tokens ({})", reply.len(), act.why));
+            has_changed = true;
         }
         let writes = |action: &Action| match action {
             Action::Inject(_) | Action::CloseReasoning(_) | Action::Stop(_) => true,
             Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => false,
         };
-        Ok(actions.into_iter().filter(writes).collect())
+        let actions = act.actions.into_iter().filter(writes).collect();
+        self.todo = Todo::Act(Act { actions, ..act });
+        has_changed.then_some(Do::Resample)
     }
 
-    /// Carries out an action that [`Sequence::apply`] returned.
-    pub fn write(&mut self, action: Action, why: &str, text: &Text) -> Result<()> {
+    /// Carries out the next of the actions that write or stop. At their end, reasoning whose budget
+    /// is used up is closed.
+    pub(super) fn act(
+        &mut self,
+        mut act: Act,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Result<Option<Do>> {
+        let is_reasoning = reply.phase() == Phase::Reasoning;
+        if let Some(action) = act.actions.pop_front().filter(|_| !now.has_ended) {
+            let next = self.write(action, &act.why, reply, now)?;
+            self.todo = Todo::Act(act);
+            return Ok(next);
+        }
+        if act.budget_reached && is_reasoning && !now.has_ended {
+            // The budget is enforced for any answer.
+            let next = self.close_reasoning("", BUDGET_REACHED, reply, now)?;
+            self.todo = Todo::Act(Act { budget_reached: false, ..act });
+            return Ok(next);
+        }
+        Ok(now.end_at_limit(reply))
+    }
+
+    /// Carries out an action that writes or stops.
+    fn write(
+        &mut self,
+        action: Action,
+        why: &str,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Result<Option<Do>> {
+        let length = reply.len();
         match action {
-            Action::Inject(_) if self.is_form_fixed() => {
-                let length = self.reply_len();
-                self.note(format!(
-                    "did not inject text after {length} tokens ({why}): the form of the reply is fixed"
-                ));
-            }
             Action::Inject(words) => {
-                let reply = &self.reply_state.reply;
-                let Some(mut tokens) = reply.open_message_tokens(text, reply.phase())? else {
-                    let length = self.reply_len();
-                    self.note(format!(
-                        "did not inject text after {length} tokens ({why}): a header is incomplete"
+                let refused = |reply: &mut ClientReply, reason: &str| {
+                    reply.note(format!(
+                        "did not inject text after {length} tokens ({why}): {reason}"
                     ));
-                    return Ok(());
+                    Ok(None)
                 };
-                let words = text.encode_plain(&words)?;
-                if reply.would_call(&tokens, &words) {
-                    let length = self.reply_len();
-                    self.note(format!(
-                        "did not inject text after {length} tokens ({why}): it would be part of a tool call"
-                    ));
-                    return Ok(());
+                if self.is_form_fixed(reply) {
+                    return refused(reply, "the form of the reply is fixed");
+                }
+                let parsed = reply.parsed();
+                let Some(mut tokens) = parsed.open_message_tokens(now.text, parsed.phase())? else {
+                    return refused(reply, "a header is incomplete");
+                };
+                let words = now.text.encode_plain(&words)?;
+                if reply.parsed().would_call(&tokens, &words) {
+                    return refused(reply, "it would be part of a tool call");
                 }
                 tokens.extend(words);
-                self.inject(tokens, "injected text", why);
+                Ok(self.inject(tokens, "injected text", why, reply, now))
             }
-            Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
-            Action::Stop(reason) => self.stop(reason, why),
-            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {}
+            Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, reply, now),
+            Action::Stop(reason) => {
+                reply.note(format!("stopped after {length} tokens ({why}): {reason}"));
+                Ok(Some(Do::End(FinishReason::Policy(reason))))
+            }
+            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => Ok(None),
         }
-        Ok(())
     }
 
-    /// Changes sampling. A token that is already sampled is dropped: it is sampled again from the same
-    /// logits with the same noise.
-    fn change_sampling(&mut self, action: &Action, why: &str) {
-        if self.has_ended() {
-            return;
-        }
-        let (what, steps) = match action {
-            Action::Ban(ban) => {
-                self.sampler.ban(&ban.tokens, ban.steps);
-                (format!("banned {} tokens", ban.tokens.len()), ban.steps)
-            }
-            Action::Bias(bias) => {
-                self.sampler.bias(&bias.tokens, bias.steps);
-                (format!("biased {} tokens", bias.tokens.len()), bias.steps)
-            }
-            Action::Sampling(change) => {
-                self.sampler.change(change.sampling, change.steps);
-                (format!("changed sampling to {}", describe(&change.sampling)), change.steps)
-            }
-            _ => return,
-        };
-        let span = match steps {
-            0 => "for the rest of the reply".to_string(),
-            steps => format!("for the next {steps} tokens"),
-        };
-        self.note(format!("{what} {span} after {} tokens ({why})", self.reply_len()));
-        self.sampled = None;
-    }
-
-    pub fn close_reasoning(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
-        if self.reply_state.reply.phase() != Phase::Reasoning {
-            return Ok(());
+    /// Closes the reasoning, and lets `hint` follow.
+    ///
+    /// # Errors
+    /// When the text cannot be tokenized.
+    pub fn close_reasoning(
+        &mut self,
+        hint: &str,
+        why: &str,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Result<Option<Do>> {
+        if reply.phase() != Phase::Reasoning {
+            return Ok(None);
         }
         let is_answer_fixed = self.is_answer_fixed();
         if is_answer_fixed && !hint.is_empty() {
-            self.note(format!("left out a hint ({why}): the form of the answer is fixed"));
+            reply.note(format!("left out a hint ({why}): the form of the answer is fixed"));
         }
         let hint = if is_answer_fixed { "" } else { hint };
-        let reply = &self.reply_state.reply;
-        let mut tokens = reply.close_reasoning_tokens(text, hint)?;
-        if !hint.is_empty() && reply.would_call(&[], &tokens) {
-            tokens = reply.close_reasoning_tokens(text, "")?;
-            self.note(format!("left out a hint ({why}): it would be part of a tool call"));
+        let mut tokens = reply.parsed().close_reasoning_tokens(now.text, hint)?;
+        if !hint.is_empty() && reply.parsed().would_call(&[], &tokens) {
+            tokens = reply.parsed().close_reasoning_tokens(now.text, "")?;
+            reply.note(format!("left out a hint ({why}): it would be part of a tool call"));
         }
         if tokens.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
-        self.inject(tokens, "closed the reasoning", why);
-        Ok(())
-    }
-
-    fn stop(&mut self, reason: String, why: &str) {
-        self.note(format!("stopped after {} tokens ({why}): {reason}", self.reply_len()));
-        self.end(FinishReason::Policy(reason));
+        Ok(self.inject(tokens, "closed the reasoning", why, reply, now))
     }
 }
 

@@ -54,11 +54,11 @@ impl Expected {
 
     /// The conversation of a finished turn.
     pub fn after(sequence: &Sequence, retention: Retention) -> Self {
-        let mut request = sequence.request.clone();
-        let reply = sequence.reply_message();
+        let mut request = sequence.request().clone();
+        let reply = sequence.reply().message();
         let role = if reply.tool_calls.is_empty() { "user" } else { "tool" };
         request.messages.push(reply);
-        Self { request, reasoning: sequence.reasoning, role, retention }
+        Self { request, reasoning: sequence.reasoning(), role, retention }
     }
 }
 

@@ -101,7 +101,7 @@ pub struct Hooks {
     session: Option<Session>,
     away: Option<Arc<Mutex<Away>>>,
     policies: u32,
-    /// Of the request.
+    /// The span of the request.
     span: RequestSpan,
 }
 

@@ -1,17 +1,21 @@
-//! The limits of a reply: what the client, the profile, the plan of the policies and the context allow.
+//! The limits of a reply: what the client, the profile, the plan of the policies and the context
+//! allow.
 //!
-//! Two counts are limited. `reply` bounds all tokens; `answer` bounds those of answer and tool calls. A client
-//! limits either or both ([`Request::max_tokens`], [`Request::max_answer_tokens`]). The limits of operators and
-//! policies count the whole reply. The budget of the reasoning follows from them: it leaves the answer what it
-//! may need, so that reasoning is closed before it costs the answer a token.
+//! Two counts are limited. `reply` bounds all tokens; `answer` bounds those of answer and tool
+//! calls. A client limits either or both ([`Request::max_tokens`], [`Request::max_answer_tokens`]).
+//! The limits of operators and policies count the whole reply. The budget of the reasoning follows
+//! from them: it leaves the answer what it may need, so that reasoning is closed before it costs
+//! the answer a token.
 
-use super::Sequence;
-use super::rewind::ReplyState;
-use super::steer::INJECTED_TOKENS;
+use super::reply_state::ReplyState;
 use crate::config::ProfileLimits;
 use crate::policy::{Counted, MIN_CHECKPOINT_EVERY, Plan};
 use crate::request::Request;
 use crate::text::Phase;
+
+/// Most tokens that policies may inject into one request: a policy that injects at every step
+/// would otherwise never let it end.
+pub const INJECTED_TOKENS: usize = 4096;
 
 /// Limits of one request.
 #[derive(Debug, Clone, Copy)]
@@ -43,14 +47,14 @@ pub struct Bounds {
     reply: Option<u32>,
     /// Tokens of answer and tool calls; `None` if only the whole reply is limited.
     pub answer: Option<u32>,
-    /// `engine.max_tokens`: the reply of a request without a limit, and the reasoning of one whose limit counts
-    /// the answer alone.
+    /// `engine.max_tokens`: the reply of a request without a limit, and the reasoning of one whose
+    /// limit counts the answer alone.
     default: u32,
 }
 
 impl Bounds {
-    /// The limits of client and profile, and a note if the profile lowers the client's. `default` is
-    /// `engine.max_tokens`.
+    /// The limits of client and profile, and a note if the profile lowers the client's. `default`
+    /// is `engine.max_tokens`.
     pub fn new(request: &Request, profile: ProfileLimits, default: u32) -> (Self, Option<String>) {
         let mut bounds =
             Self { reply: request.max_tokens, answer: request.max_answer_tokens, default };
@@ -70,8 +74,8 @@ impl Bounds {
         (bounds, note)
     }
 
-    /// Lets the client's limit count as `counts` says. Everything of a raw prompt counts: it has no reasoning that
-    /// a policy could have switched on.
+    /// Lets the client's limit count as `counts` says. Everything of a raw prompt counts: it has no
+    /// reasoning that a policy could have switched on.
     fn count(&mut self, counts: Option<Counted>, request: &Request) {
         let limit = [self.reply, self.answer].into_iter().flatten().min();
         if request.prompt.is_some() {
@@ -99,8 +103,8 @@ impl Bounds {
 
     /// The bounds under `plan`, and a note if it lowers the limit of the reply.
     ///
-    /// What the plan says about the count applies to the client's limit, unless the profile has it count the
-    /// whole reply.
+    /// What the plan says about the count applies to the client's limit, unless the profile has it
+    /// count the whole reply.
     pub fn planned(
         request: &Request,
         profile: ProfileLimits,
@@ -128,8 +132,8 @@ impl Bounds {
     ) -> Limits {
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let reserve = plan.answer_reserve.unwrap_or(0);
-        // At most half is kept for the answer: a policy may reserve more than there is, and a client may allow
-        // more than the context holds.
+        // At most half is kept for the answer: a policy may reserve more than there is, and a
+        // client may allow more than the context holds.
         let kept_of = |tokens: u32| self.answer.unwrap_or(reserve).min(tokens / 2);
         let of_context = match self.answer {
             Some(_) => left - kept_of(left),
@@ -138,8 +142,8 @@ impl Bounds {
         let of_reply = self.reply.map_or(self.default, |reply| reply - kept_of(reply));
         let of_profile = (of_profile > 0).then_some(of_profile);
         let budgets = [plan.reasoning_budget, of_client, of_profile];
-        // Text that closes the reasoning, and other injected text, comes beside its budget. It does not cost the
-        // answer.
+        // Text that closes the reasoning, and other injected text, comes beside its budget. It does
+        // not cost the answer.
         let injected = INJECTED_TOKENS as u32;
         let reply = self.reply.unwrap_or_else(|| self.reply().saturating_add(injected));
         Limits {
@@ -161,7 +165,7 @@ impl Bounds {
 
 impl Limits {
     /// Tokens that a reply in this state may still have; `length` is that of prompt and reply.
-    fn left(&self, state: &ReplyState, length: usize) -> usize {
+    pub fn left(&self, state: &ReplyState, length: usize) -> usize {
         let context = self.context.saturating_sub(length);
         let reply = self.reply.saturating_sub(state.tokens());
         let left = match self.answer.saturating_sub(state.answer_tokens) {
@@ -172,24 +176,13 @@ impl Limits {
         };
         context.min(left as usize)
     }
-}
 
-impl Sequence {
-    /// Whether the next token ends the reply in any case, so that it need not run.
-    pub fn next_token_is_last(&self) -> bool {
-        self.tokens_left() <= 1
-    }
-
-    /// Tokens that the limits of reply, answer and context leave in the current phase.
-    pub fn tokens_left(&self) -> usize {
-        self.limits.left(&self.reply_state, self.tokens.len())
-    }
-
-    /// Whether the limits cut `tokens` off if they follow.
-    pub fn cuts_off(&self, tokens: &[u32]) -> bool {
-        let mut state = self.reply_state.clone();
-        (self.tokens.len()..).zip(tokens).any(|(length, &token)| {
-            let is_cut = self.limits.left(&state, length) == 0;
+    /// Returns true if the limits cut `tokens` off if they follow a reply in this state; `length`
+    /// is that of prompt and reply.
+    pub fn cut_off(&self, state: &ReplyState, length: usize, tokens: &[u32]) -> bool {
+        let mut state = state.clone();
+        (length..).zip(tokens).any(|(length, &token)| {
+            let is_cut = self.left(&state, length) == 0;
             state.push(token);
             is_cut
         })

@@ -1,273 +1,417 @@
-//! One request while it is decoded: its tokens, cache, policy and reply.
+//! One request while it is decoded, as parts that own what they change.
 //!
-//! Never runs the model: [`crate::decode::Decoder`] asks for the next input, runs it, and commits the sampled
-//! token. Its arrays are the cache and its checkpoints, the sampled token with its logits, and the
-//! state of the drafters.
+//! | part | owns |
+//! |---|---|
+//! | [`Timeline`] | committed tokens, cache and next token |
+//! | [`ClientReply`] | the parsed reply, and what the client has of it |
+//! | [`Steering`] | policies, grammar and sampling parameters |
+//! | [`Drafting`] | drafters, and what drafts have gained |
+//! | [`Limits`] | the limits of the reply |
 //!
-//! Positions and counts of tokens fit i32, which casts rely on: `Decoder::load` limits the context.
+//! `commit.rs` commits tokens and performs what follows from them. Never runs the model:
+//! `decode/step.rs` asks for the rows of the next pass, runs them, and commits the sampled token.
 //!
-//! [`self::steer`] does what follows a commit: [`self::apply`] and [`self::rewind`] carry out the
-//! policy's actions, [`self::tool_calls`] its verdicts. [`self::hooks`] calls it.
+//! Positions and counts of tokens fit i32, which casts rely on: `decode/load.rs` limits the
+//! context.
 
 pub mod apply;
+pub mod commit;
 pub mod constrain;
+pub mod deliver;
+pub mod drafting;
 pub mod expected;
+pub mod finish;
+pub mod form;
 pub mod hooks;
 pub mod limits;
 pub mod logprobs;
 pub mod next_token;
 pub mod outlet;
 pub mod prepare;
-pub mod rewind;
+pub mod reply;
+pub mod reply_state;
 pub mod save_points;
-pub mod steer;
+pub mod steering;
+pub mod timeline;
 pub mod tool_calls;
 pub mod unsteered;
 
-use std::collections::VecDeque;
+use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
-use tokio::sync::mpsc::UnboundedSender;
 
 use self::constrain::Constraint;
-use self::hooks::Hooks;
+use self::drafting::Drafting;
+use self::hooks::{HookThreads, Hooks};
 use self::limits::Limits;
-use self::next_token::{Draft, NextLogits, Sampled};
+use self::next_token::Rows;
 use self::outlet::Outlet;
 use self::prepare::Prepared;
-use self::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
-use self::steer::{Committed, Injection, Todo};
+use self::reply::ClientReply;
+use self::save_points::retention;
+use self::steering::Steering;
+use self::timeline::Timeline;
 use crate::cache::Cache;
-use crate::config::{DEPTH, DraftKind};
-use crate::draft::{Costs, Governor, Offer};
-use crate::draft::{Drafter, HiddenRows};
+use crate::config::DEPTH;
+use crate::draft::{Costs, Offer};
 use crate::error::{Error, Result};
-use crate::job::fail_all;
 use crate::live::Stage;
-use crate::policy::events::Watch;
-use crate::policy::loops::Detector;
-use crate::policy::{DrawnToken, LoopReport, Summary};
+use crate::policy::SavePoint;
 use crate::prefix::Retention;
-use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
-use crate::sample::logprobs::Logprobs;
+use crate::request::{Event, FinishReason, Request};
 use crate::sample::sampler::Sampler;
-use crate::text::{Phase, Piece, Text};
-
-/// Most notes of one reply; one more says that further notes were dropped.
-const NOTES: usize = 256;
+use crate::text::{Phase, Text};
 
 /// Most rows of a step of a sequence that has caught up: the last token and a draft.
 pub const STEP_ROWS: usize = DEPTH + 1;
 
 /// One request being decoded.
 pub struct Sequence {
-    pub request: Request,
-    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
-    pub reasoning: Option<bool>,
-    /// Closed when the client disconnects. Unbounded, so that a slow reader cannot block others: it
-    /// holds at most one reply, which `limits` bounds.
-    pub events: UnboundedSender<Event>,
-    /// Counts the sequences of the decoder.
-    pub number: u64,
-    /// Prompt and reply. Tokens from `cache.position` on have not run yet.
-    pub tokens: Vec<u32>,
-    /// Number of prompt tokens.
-    pub prompt: usize,
-    /// Prompt tokens restored from the prefix cache.
-    pub cached: usize,
-    pub cache: Cache,
-    /// Save points of the prompt that are still to come, ascending.
-    pub save_points: VecDeque<(usize, Retention)>,
-    /// Whether the plan allows others.
-    pub saves_anywhere: bool,
-    /// Retention of the state at the end of the reply; `None` if it is not saved.
-    pub reply_retention: Option<Retention>,
-    /// Ascending by position.
-    pub checkpoints: Vec<ReplyCheckpoint>,
-    /// Set when tokens were rewound: the rows of `cache` from this position on may be of other tokens.
-    pub stale_from: Option<usize>,
-    /// The next token, sampled and not committed.
-    pub sampled: Option<Sampled>,
-    pub next_logits: Option<NextLogits>,
-    /// Whether its next pass runs without other sequences, because of a near-tie.
-    pub runs_alone: bool,
-    pub drafters: Vec<Box<dyn Drafter>>,
-    /// `None` without speculation.
-    pub governor: Option<Governor>,
-    /// The draft that this step verifies.
-    pub draft: Option<Draft>,
-    /// Plain steps in a row: of one row, queued while the previous one was computed or run at once.
-    pub plain_steps: u32,
-    /// Steps in a row in which its prompt waited for those of others.
-    pub passed_over: u32,
-    /// Since when the mask of its next token waits for those of others; no row of the sequence runs until it is
-    /// computed.
-    pub awaits_mask: Option<Instant>,
-    /// How often it was preempted.
-    pub preempted: u32,
-    /// Since when it waits for a turn, by the queue's stamp; 0 is before all others of its profile.
-    pub since: u64,
-    /// Identifies the body that asks for it.
-    pub body: u64,
-    /// Number of layers with a skipped feed-forward block, for the usage.
-    pub skipped_layers: u32,
-    pub sampler: Sampler,
-    /// The form of the reply; `None` if it is free.
-    pub constraint: Option<Constraint>,
-    /// Of the sampled token, if they are reported.
-    pub logprobs: Option<Logprobs>,
-    /// Tokens of the prompt that the client has received, if they are reported.
-    pub reported: usize,
-    /// Sum of the hidden states so far, f32 [1, D], if it becomes an embedding.
-    pub pooled: Option<Array>,
-    pub reply_state: ReplyState,
-    /// The reply is not rewound past this.
-    pub phase_start: PhaseStart,
-    /// The reply is not rewound past this position either: the client has a tool call before it, or a
-    /// part of one.
-    pub rewind_limit: usize,
-    /// The policies. While a call of them is away, no row of the sequence runs.
-    pub hooks: Hooks,
-    /// What is left to do for the committed tokens.
-    pub todo: Todo,
-    /// The text that is being injected.
-    pub injection: Option<Injection>,
-    pub detector: Option<Detector>,
-    /// `None` if the plan names no texts and tokens.
-    pub watch: Option<Watch>,
-    /// `None` if no policy sees the text of the answer.
-    pub outlet: Option<Outlet>,
-    pub limits: Limits,
-    pub progress: Progress,
-    /// The other choices of the same request, until its prompt has run.
-    pub others: Vec<Prepared>,
-    /// `prefill`, and then `decode`.
-    pub phase_span: tracing::Span,
-    /// Whether that is `decode`.
-    pub is_decoding: bool,
-}
-
-/// What one request has done so far.
-#[derive(Debug, Default)]
-pub struct Progress {
-    pub injected: usize,
-    pub rewound: usize,
-    /// End of the tokens whose probabilities the client has.
-    pub reported_end: usize,
-    /// Tokens that ran again after rewinds.
-    pub rerun: usize,
-    pub repairs: u32,
-    pub loops: u32,
-    /// Bytes of reasoning sent to the client.
-    pub reasoning: usize,
-    /// The answer as sent to the client, which will send it back in the next turn.
-    pub answer: String,
-    pub tool_calls: Vec<ToolCall>,
-    /// Id of the newest call that the client has a part of, until it has the whole.
-    pub open_call: Option<String>,
-    /// Number of calls that the client has a part of, and not the whole.
-    pub open_calls: usize,
-    /// Pieces of the last token from a tool call on that has no verdict yet.
-    pub waiting: VecDeque<Piece>,
-    /// The pieces before them, which are sent together with them.
-    pub judged: Vec<Piece>,
-    drafted: u32,
-    accepted: u32,
-    /// Tokens that drafts added to passes: those accepted, less rows that run again.
-    gained: i32,
-    /// Tokens that the form left no choice about.
-    pub forced: u32,
-    /// Passes that verified a draft.
-    verified: u32,
-    /// Tokens, prompt included, that the policy has seen or injected.
-    pub seen: usize,
-    /// Drawn tokens that the policies have not seen.
-    pub drawn: Vec<DrawnToken>,
-    /// The phase when `on-step` could last be called; `None` before the first token.
-    pub phase: Option<Phase>,
+    request: Request,
+    timeline: Timeline,
+    reply: ClientReply,
+    steering: Steering,
+    drafting: Drafting,
+    limits: Limits,
+    /// How the reply has ended.
     end: Option<FinishReason>,
+    /// The error that has ended the request.
     failure: Option<Error>,
-    /// Actions of the policy, for display.
-    notes: Vec<String>,
+    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
+    reasoning: Option<bool>,
+    /// Number of the sequence among those of the decoder.
+    number: u64,
+    /// Number of the body that asks for it.
+    body: u64,
+    /// Since when it waits for a turn, by the queue's stamp; 0 is before all others of its profile.
+    since: u64,
+    /// How often it was preempted.
+    preemptions: u32,
+    /// Steps in a row in which its prompt waited for those of others.
+    passed_over: u32,
+    /// Since when the mask of its next token waits for those of others; no row of the sequence runs
+    /// until it is computed.
+    awaits_mask: Option<Instant>,
+    /// Prompt tokens restored from the prefix cache.
+    cached: usize,
+    /// Whether state may be saved outside of the save points: the plan does not restrict it.
+    saves_anywhere: bool,
+    /// Retention of the state at the end of the reply; `None` if it is not saved.
+    reply_retention: Option<Retention>,
+    /// Number of layers with a skipped feed-forward block, for the usage.
+    skipped_layers: u32,
+    /// Tokens of the prompt that the client has received, if they are reported.
+    reported: usize,
+    /// Sum of the hidden states so far, f32 [1, D], if it becomes an embedding.
+    pooled: Option<Array>,
+    /// Tokens that the form left no choice about.
+    forced: u32,
+    /// Tokens that ran again after rewinds.
+    rerun: usize,
+    /// The other choices of the same request, until its prompt has run.
+    others: Vec<Prepared>,
+    /// The span `prefill`, and then the span `decode`.
+    phase_span: tracing::Span,
+    /// Whether `phase_span` is the span `decode`.
+    is_decoding: bool,
 }
 
-impl Progress {
-    /// The start of a reply to a prompt of `seen` tokens, with the notes of admission.
-    pub fn new(notes: Vec<String>, seen: usize) -> Self {
-        Self { notes, seen, ..Self::default() }
-    }
+/// What admission adds to a prepared request.
+pub struct Admitted {
+    /// Number of the sequence among those of the decoder.
+    pub number: u64,
+    /// The cache, with saved state of the beginning of the prompt.
+    pub cache: Cache,
+    /// Drafters and governor.
+    pub drafting: Drafting,
+    /// The threads that call policies.
+    pub hook_threads: Rc<HookThreads>,
+    /// Whether tokens that a form forces are committed without being sampled.
+    pub forces: bool,
+    /// Number of layers with a skipped feed-forward block.
+    pub skipped_layers: u32,
+    /// Fewest tokens of a prompt that are worth saving.
+    pub store_min_tokens: usize,
 }
 
 impl Sequence {
-    /// What it could draft in the next pass, of `streams` sequences, once its sampled token is committed.
+    /// The sequence of an admitted request. Sends the first events.
+    pub fn new(prepared: Prepared, admitted: Admitted, text: &Text) -> Self {
+        let Prepared {
+            request,
+            events,
+            reasoning,
+            prompt,
+            grammar,
+            reply,
+            plan,
+            policy,
+            seed,
+            notes,
+            mut save_points,
+            limits,
+            sampling,
+            fingerprint,
+            others,
+            body,
+        } = prepared;
+        let Admitted { number, cache, drafting, hook_threads, forces, .. } = admitted;
+        let (cached, prompt_tokens) = (cache.position, prompt.len());
+        let is_saved = request.embedding.is_none();
+        let least = admitted.store_min_tokens;
+        save_points.retain(|&(at, _)| is_saved && at >= least && at > cached);
+        // Fails if the client has disconnected; the first step checks that.
+        // Casts: positions fit i32.
+        let _ = events.send(Event::Started {
+            fingerprint,
+            prompt_tokens: prompt_tokens as u32,
+            cached_tokens: cached as u32,
+            max_tokens: limits.reply,
+            max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
+        });
+        for note in &notes {
+            let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
+        }
+        let mut sampler = Sampler::new(sampling, seed);
+        if !request.biases.is_empty() {
+            sampler.bias(&request.biases, 0);
+        }
+        if request.ignores_end {
+            sampler.ban(text.eos(), 0);
+        } else if request.min_tokens > 0 {
+            sampler.ban(text.eos(), request.min_tokens);
+        }
+        let outlet = policy.sees_text.then(Outlet::default);
+        let hooks = Hooks::new(hook_threads, policy, request.span.clone());
+        let constraint = grammar.map(|grammar| Constraint::new(grammar, forces));
+        Self {
+            timeline: Timeline::new(prompt, cache, save_points),
+            reply: ClientReply::new(&request, reply, prompt_tokens, events, outlet, notes),
+            steering: Steering::new(&request, &plan, prompt_tokens, hooks, sampler, constraint),
+            drafting,
+            limits,
+            end: None,
+            failure: None,
+            reasoning,
+            number,
+            body,
+            since: 0,
+            preemptions: 0,
+            passed_over: 0,
+            awaits_mask: None,
+            cached,
+            saves_anywhere: is_saved && plan.retain.is_none(),
+            reply_retention: retention(&plan, &request.retain, SavePoint::Reply)
+                .filter(|_| is_saved),
+            skipped_layers: admitted.skipped_layers,
+            reported: 0,
+            pooled: None,
+            forced: 0,
+            rerun: 0,
+            others,
+            is_decoding: false,
+            phase_span: request.span.prefill(prompt_tokens, cached),
+            request,
+        }
+    }
+
+    /// The request.
+    pub fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// Committed tokens, cache and next token.
+    pub fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
+    /// The timeline, for passes over its rows.
+    pub fn timeline_mut(&mut self) -> &mut Timeline {
+        &mut self.timeline
+    }
+
+    /// The reply as its client has it.
+    pub fn reply(&self) -> &ClientReply {
+        &self.reply
+    }
+
+    /// Policies, grammar and sampling parameters.
+    pub fn steering(&self) -> &Steering {
+        &self.steering
+    }
+
+    /// The parameters of sampling.
+    pub fn sampler(&mut self) -> &mut Sampler {
+        self.steering.sampler()
+    }
+
+    /// Drafters, and what drafts have gained.
+    pub fn drafting(&self) -> &Drafting {
+        &self.drafting
+    }
+
+    /// The drafters, to draft with them.
+    pub fn drafting_mut(&mut self) -> &mut Drafting {
+        &mut self.drafting
+    }
+
+    /// The drafters with the timeline that they draft for, and the parameters of sampling.
+    pub fn for_draft(&mut self) -> (&mut Drafting, &mut Timeline, &mut Sampler) {
+        (&mut self.drafting, &mut self.timeline, self.steering.sampler())
+    }
+
+    /// The limits of the reply.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Ends the reply after at most `tokens` tokens, for measurements.
+    pub fn limit_reply(&mut self, tokens: usize) {
+        self.limits.context = self.limits.context.min(self.timeline.prompt() + tokens);
+    }
+
+    /// Returns true if the prompt was rendered for reasoning; `None` if the model cannot reason.
+    pub fn reasoning(&self) -> Option<bool> {
+        self.reasoning
+    }
+
+    /// Number of the sequence among those of the decoder.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Number of the body that asks for it.
+    pub fn body(&self) -> u64 {
+        self.body
+    }
+
+    /// Since when it waits for a turn, by the queue's stamp; 0 is before all others of its profile.
+    pub fn since(&self) -> u64 {
+        self.since
+    }
+
+    /// Lets it wait for a turn since `stamp`.
+    pub fn wait_since(&mut self, stamp: u64) {
+        self.since = stamp;
+    }
+
+    /// How often it was preempted.
+    pub fn preemptions(&self) -> u32 {
+        self.preemptions
+    }
+
+    /// Drops all that holds arrays, so that it is preempted. `empty` is a cache without rows.
+    pub fn drop_arrays(&mut self, empty: Cache) {
+        self.timeline.drop_arrays(empty);
+        self.drafting.drop_arrays();
+        self.awaits_mask = None;
+    }
+
+    /// Counts that it was preempted.
+    pub fn count_preemption(&mut self) {
+        self.preemptions += 1;
+    }
+
+    /// Resumes it with `cache`, which holds saved state of its first tokens.
+    pub fn restore(&mut self, cache: Cache) {
+        self.timeline.restore(cache);
+        self.pooled = None;
+    }
+
+    /// Steps in a row in which its prompt waited for those of others.
+    pub fn passed_over(&self) -> u32 {
+        self.passed_over
+    }
+
+    /// Counts a step in which its prompt `waits` for those of others, or does not.
+    pub fn count_wait(&mut self, waits: bool) {
+        self.passed_over = if waits { self.passed_over + 1 } else { 0 };
+    }
+
+    /// Since when the mask of its next token waits for those of others.
+    pub fn awaits_mask(&self) -> Option<Instant> {
+        self.awaits_mask
+    }
+
+    /// Prompt tokens restored from the prefix cache.
+    pub fn cached(&self) -> usize {
+        self.cached
+    }
+
+    /// Returns true if state may be saved outside of the save points.
+    pub fn saves_anywhere(&self) -> bool {
+        self.saves_anywhere
+    }
+
+    /// Retention of the state at the end of the reply; `None` if it is not saved.
+    pub fn reply_retention(&self) -> Option<Retention> {
+        self.reply_retention
+    }
+
+    /// Lets the state at the end of the reply not be saved.
+    pub fn forget_reply(&mut self) {
+        self.reply_retention = None;
+    }
+
+    /// Tokens of the prompt that the client has received, if they are reported.
+    pub fn reported(&self) -> usize {
+        self.reported
+    }
+
+    /// Counts `tokens` tokens of the prompt as received.
+    pub fn set_reported(&mut self, tokens: usize) {
+        self.reported = tokens;
+    }
+
+    /// Takes the sum of the hidden states so far, f32 [1, D].
+    pub fn take_pooled(&mut self) -> Option<Array> {
+        self.pooled.take()
+    }
+
+    /// Keeps the sum of the hidden states so far, f32 [1, D].
+    pub fn set_pooled(&mut self, pooled: Array) {
+        self.pooled = Some(pooled);
+    }
+
+    /// Returns true if other choices wait for its prompt.
+    pub fn has_others(&self) -> bool {
+        !self.others.is_empty()
+    }
+
+    /// Takes the choices that wait for its prompt.
+    pub fn take_others(&mut self) -> Vec<Prepared> {
+        std::mem::take(&mut self.others)
+    }
+
+    /// What it could draft in the next pass, of `streams` sequences, once its sampled token is
+    /// committed.
     pub fn offer_draft(&self, costs: &Costs, streams: usize) -> Option<Offer> {
-        let unread = self.sampled.is_some();
+        let unread = self.timeline.has_sampled();
         // The last committed token has not run, and nothing else.
-        let is_ready = self.cache.position + usize::from(!unread) == self.tokens.len();
+        let is_ready = self.timeline.position() + usize::from(!unread) == self.timeline.len();
         if !is_ready
             || self.samples_late()
-            || self.runs_alone
+            || self.timeline.runs_alone()
             || self.has_ended()
-            || self.hooks.is_away()
+            || self.is_away()
         {
             return None;
         }
         let room = self.tokens_left().saturating_sub(1);
-        self.governor.as_ref()?.offer(costs, streams, &self.drafters, room, unread)
+        self.drafting.offer(costs, streams, room, unread)
     }
 
-    /// Drafts with drafters of this kind alone, `depth` tokens in every step; never without a kind or a depth.
-    pub fn draft_always(&mut self, kind: Option<DraftKind>, depth: usize) {
-        self.drafters.retain(|drafter| Some(drafter.kind()) == kind);
-        self.governor = kind.and_then(|_| Governor::always(depth));
-    }
-
-    /// Passes the hidden states of rows from `position` on to the drafters.
-    pub fn observe(&mut self, hidden: &HiddenRows, position: usize) {
-        self.drafters.iter_mut().for_each(|drafter| drafter.observe(hidden, position));
-    }
-
-    /// The reply as the client will send it back in the next turn: without the reasoning.
-    pub fn reply_message(&self) -> Message {
-        Message {
-            role: "assistant".into(),
-            content: self.progress.answer.clone(),
-            tool_calls: self.progress.tool_calls.clone(),
-            ..Message::default()
-        }
-    }
-
-    /// Tokens drafted, tokens accepted, and passes that verified them.
-    pub fn draft_counts(&self) -> [usize; 3] {
-        let Progress { drafted, accepted, verified, .. } = self.progress;
-        [drafted, accepted, verified].map(|count| count as usize)
-    }
-
-    /// Tokens that drafts added to passes: those accepted, less rows that run again.
-    pub fn gained(&self) -> i32 {
-        self.progress.gained
-    }
-
-    /// Counts a verified draft. `run_again`: its last row runs again.
-    pub fn count_draft(&mut self, drafted: usize, accepted: usize, run_again: bool) {
-        // At most DEPTH tokens a draft.
-        self.progress.gained += accepted as i32 - i32::from(run_again);
-        self.progress.drafted += drafted as u32;
-        self.progress.accepted += accepted as u32;
-        self.progress.verified += 1;
-    }
-
-    /// Rows of the prompt, or of a long text after a rewind, that must run before the next token can be
-    /// sampled. 0 if there are so few that they run as a step, or none may run.
+    /// Rows of the prompt, or of a long text after a rewind, that must run before the next token
+    /// can be sampled. 0 if there are so few that they run as a step, or none may run.
     pub fn prompt_rows(&self) -> usize {
-        let rows = self.tokens.len().saturating_sub(self.cache.position);
-        if rows > STEP_ROWS && !self.has_ended() && !self.hooks.is_away() { rows } else { 0 }
+        let rows = self.timeline.len().saturating_sub(self.timeline.position());
+        if rows > STEP_ROWS && !self.has_ended() && !self.is_away() { rows } else { 0 }
     }
 
     /// Ends the span `prefill` if the prompt has run; true if it has just done so.
     pub fn begin_decode(&mut self) -> bool {
-        let begins = !self.is_decoding && self.cache.position >= self.prompt;
+        let begins = !self.is_decoding && self.timeline.has_run_prompt();
         if begins {
             self.is_decoding = true;
             self.phase_span = self.request.span.decode();
@@ -275,342 +419,114 @@ impl Sequence {
         begins
     }
 
-    /// Whether all committed tokens have run, so that the next one can be sampled.
-    pub fn is_caught_up(&self) -> bool {
-        self.cache.position >= self.tokens.len()
+    /// The rows of the next pass, at most `chunk` of a prompt.
+    pub fn rows(&mut self, chunk: usize) -> Rows {
+        if self.has_ended() {
+            self.timeline.drop_sampled();
+            return Rows::Nothing;
+        }
+        let (position, phase_start) = (self.timeline.position(), self.reply.phase_start());
+        let stops = self.takes_checkpoints() && position < phase_start;
+        let end = (position + chunk).min(if stops { phase_start } else { usize::MAX });
+        // A token that ends the reply in any case need not run.
+        let is_last = self.tokens_left() <= 1;
+        self.timeline.rows(end, is_last)
     }
 
-    /// Whether its next token is sampled in the next step.
+    /// Returns true if its next token is sampled in the next step.
     pub fn decodes(&self) -> bool {
-        self.prompt_rows() == 0 && !self.has_ended() && !self.hooks.is_away()
+        self.prompt_rows() == 0 && !self.has_ended() && !self.is_away()
     }
 
-    /// Whether the client has disconnected.
+    /// Returns true if its next token is sampled only when all tokens before it are on the host.
+    pub fn samples_late(&self) -> bool {
+        self.steering.samples_late(&self.reply)
+    }
+
+    /// Tokens that the limits of reply, answer and context leave in the current phase.
+    fn tokens_left(&self) -> usize {
+        self.limits.left(self.reply.state(), self.timeline.len())
+    }
+
+    /// Returns true if a call of the policies is away, or back without its answer having been
+    /// taken. No row of the sequence runs then.
+    pub fn is_away(&self) -> bool {
+        self.steering.is_away()
+    }
+
+    /// Returns true if the call that was away has ended.
+    pub fn is_back(&self) -> bool {
+        self.steering.is_back()
+    }
+
+    /// Returns true if the client has disconnected.
     pub fn is_cancelled(&self) -> bool {
-        self.events.is_closed()
+        self.reply.is_cancelled()
     }
 
-    /// Whether its deadline has passed.
+    /// Returns true if its deadline has passed.
     pub fn is_late(&self) -> bool {
         self.request.deadline.is_some_and(|deadline| deadline <= Instant::now())
     }
 
     /// What is done for the request, for errors.
     pub fn stage(&self) -> &'static str {
-        if self.cache.position < self.prompt { "in prefill" } else { "being decoded" }
+        if self.timeline.has_run_prompt() { "being decoded" } else { "in prefill" }
     }
 
+    /// Returns true if the reply or an error has ended the request.
     pub fn has_ended(&self) -> bool {
-        self.progress.end.is_some() || self.progress.failure.is_some()
+        self.end.is_some() || self.failure.is_some()
+    }
+
+    /// Ends a reply for which the client wants no token, now that its prompt has run.
+    pub fn end_after_prompt(&mut self) {
+        self.timeline.drop_sampled();
+        self.end = Some(FinishReason::Length);
     }
 
     /// Ends the request if `result` is an error.
     pub fn check(&mut self, result: Result<()>) {
         if let Err(error) = result {
-            self.progress.failure = Some(error);
+            self.failure = Some(error);
         }
     }
 
-    /// Whether an error has ended the request.
+    /// Returns true if an error has ended the request.
     pub fn has_failed(&self) -> bool {
-        self.progress.failure.is_some()
+        self.failure.is_some()
     }
 
-    /// The error that ended the request, if any.
+    /// Takes the error that ended the request, if any.
     pub fn take_failure(&mut self) -> Option<Error> {
-        self.progress.failure.take()
-    }
-
-    /// Commits a sampled token: sends its text, calls the policy if it is due, and applies the
-    /// answer.
-    ///
-    /// Injected text is committed here as well; the token sampled in the meantime is dropped, like a
-    /// rejected draft. A policy that fails closed ends the request.
-    pub fn commit_sampled(&mut self, token: u32, text: &Text) {
-        let committed = self.commit_and_steer(token, text);
-        self.check(committed);
-    }
-
-    fn commit_and_steer(&mut self, token: u32, text: &Text) -> Result<()> {
-        if !self.sampler.count_step(token) {
-            // The cache may have run the token already.
-            self.stale_from = Some(self.tokens.len());
-            let reason = "all tokens are banned";
-            self.note(format!("stopped after {} tokens: {reason}", self.reply_len()));
-            self.end(FinishReason::Policy(reason.into()));
-            return Ok(());
-        }
-        if !self.is_allowed(token) {
-            self.stale_from = Some(self.tokens.len());
-            return self.end_without_token();
-        }
-        if text.eos().contains(&token) {
-            if self.awaits_form() {
-                // The cache may have run the token already.
-                self.stale_from = Some(self.tokens.len());
-                self.close_reasoning("", "the model ended its turn before the answer", text)?;
-                return self.steer(text);
-            }
-            // Clients that score a prompt count one token after it, whichever it is.
-            if self.request.prompt.is_some() {
-                self.report_logprobs(token, text)?;
-            }
-            self.end_turn(token);
-            return self.steer(text);
-        }
-        self.report_logprobs(token, text)?;
-        let was_late = self.samples_late();
-        let reply = &self.reply_state.reply;
-        let (phase, length) = (reply.phase(), reply.untaken_text().len());
-        self.progress.phase.get_or_insert(phase);
-        let loop_found = self.append(token);
-        if !was_late && self.samples_late() {
-            // It was sampled without the mask.
-            self.sampled = None;
-        }
-        let new = self.reply_state.reply.untaken_text().get(length..);
-        let newline = self.limits.on_newline && new.is_some_and(|new| new.contains('\n'));
-        let (texts_found, token_found) =
-            self.watch.as_mut().map(|watch| watch.found(token)).unwrap_or_default();
-        self.todo = Todo::Committed(Committed { loop_found, newline, texts_found, token_found });
-        self.steer(text)
-    }
-
-    /// Appends one token to the reply and sends the text that it completes; returns a loop if it
-    /// completes one. Completed tool calls wait for a verdict.
-    pub fn append(&mut self, token: u32) -> Option<LoopReport> {
-        let before = self.reply_state.reply.phase();
-        self.tokens.push(token);
-        self.drafters.iter_mut().for_each(|drafter| drafter.read(&self.tokens));
-        let length = self.reply_state.reply.untaken_text().len();
-        let pieces = self.reply_state.push(token);
-        if let Some(watch) = &mut self.watch {
-            watch.read(self.reply_state.reply.untaken_text().get(length..).unwrap_or_default());
-        }
-        if pieces.iter().any(|piece| self.is_new_call(piece)) {
-            self.progress.waiting = pieces.into();
-        } else {
-            self.send(pieces);
-        }
-        let now = self.reply_state.reply.phase();
-        let reasoning_changed = (before == Phase::Reasoning) != (now == Phase::Reasoning);
-        // A call without a verdict may still be rewound, to before the header that ended the reasoning.
-        if reasoning_changed && now != Phase::ToolCall && self.progress.waiting.is_empty() {
-            self.start_phase();
-        }
-        let detector = self.detector.as_mut()?;
-        if now != before {
-            detector.reset();
-            return None;
-        }
-        detector.push(token)
-    }
-
-    /// Number of tokens of the reply.
-    pub fn reply_len(&self) -> usize {
-        self.tokens.len() - self.prompt
-    }
-
-    pub fn check_limits(&mut self) {
-        if !self.has_ended() && self.tokens_left() == 0 {
-            self.end(FinishReason::Length);
-        }
-    }
-
-    pub fn end(&mut self, reason: FinishReason) {
-        self.progress.end = Some(reason);
-    }
-
-    /// Adds a note on an action of the policy.
-    pub fn note(&mut self, note: String) {
-        if self.progress.notes.len() < NOTES {
-            let tokens = self.reply_len() as u32;
-            let _ = self.events.send(Event::Note { tokens, note: note.clone() });
-        }
-        add_note(&mut self.progress.notes, note);
+        self.failure.take()
     }
 
     /// Publishes stage and position for other threads.
     pub fn report_progress(&self) {
-        let position = self.cache.position;
-        let stage = match self.reply_state.reply.phase() {
-            _ if position < self.prompt => Stage::Prefill,
+        let (position, prompt) = (self.timeline.position(), self.timeline.prompt());
+        let stage = match self.reply.phase() {
+            _ if position < prompt => Stage::Prefill,
             Phase::Reasoning => Stage::Reasoning,
             Phase::Answer => Stage::Answer,
             Phase::ToolCall => Stage::ToolCall,
         };
-        self.request.live.set(stage, position.min(self.prompt), self.reply_len());
-    }
-
-    /// Adds the policy's own notes.
-    pub fn note_policy(&mut self) {
-        self.hooks.take_notes().into_iter().for_each(|note| self.note(note));
-    }
-
-    /// Whether this is a tool call that the client does not have.
-    pub fn is_new_call(&self, piece: &Piece) -> bool {
-        let Piece::ToolCall(call) = piece else { return false };
-        // A call is parsed again after a rewind of its closing tag.
-        !self.progress.tool_calls.iter().any(|sent| sent.id == call.id)
-    }
-
-    /// Sends pieces to the client.
-    pub fn send_at_once(&mut self, pieces: Vec<Piece>) {
-        for piece in pieces {
-            let is_new_call = self.is_new_call(&piece);
-            let is_left_out =
-                self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
-            let event = match piece {
-                Piece::Reasoning(text) => {
-                    self.progress.reasoning += text.len();
-                    Event::Reasoning(text)
-                }
-                Piece::Answer(text) => {
-                    self.progress.answer.push_str(&text);
-                    Event::Answer(text)
-                }
-                Piece::ToolCall(_) if !is_new_call => continue,
-                Piece::Note(note) => {
-                    self.note(note);
-                    continue;
-                }
-                Piece::CallDelta(_) if is_left_out => continue,
-                Piece::CallDelta(delta) => {
-                    self.rewind_limit = self.tokens.len();
-                    if delta.name.is_some() {
-                        self.progress.open_calls += 1;
-                        self.progress.open_call = Some(delta.id.clone());
-                    }
-                    Event::CallDelta(delta)
-                }
-                Piece::ToolCall(call) if is_left_out => {
-                    let name = call.function.name;
-                    self.note(format!("left out a call of `{name}`: parallel_tool_calls is false"));
-                    continue;
-                }
-                Piece::ToolCall(call) => {
-                    if self.progress.open_call.take_if(|id| *id == call.id).is_some() {
-                        self.progress.open_calls -= 1;
-                    }
-                    self.progress.tool_calls.push(call.clone());
-                    Event::ToolCall(call)
-                }
-            };
-            // Fails if the client has disconnected; the next step checks that.
-            let _ = self.events.send(event);
-        }
-    }
-
-    /// Ends the request after [`Sequence::complete`]: calls `on-finish`. Leaves the cache as it is.
-    pub fn finish(&mut self) {
-        let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
-        // The end of the reply may have completed a call.
-        let reason = match reason {
-            // The client has part of a call, which it must not run.
-            FinishReason::Stop | FinishReason::StopString(_) | FinishReason::ToolCalls
-                if self.progress.open_calls > 0 =>
-            {
-                FinishReason::Length
-            }
-            FinishReason::Stop | FinishReason::StopString(_)
-                if !self.progress.tool_calls.is_empty() =>
-            {
-                FinishReason::ToolCalls
-            }
-            reason => reason,
-        };
-        let summary = self.summary(match &reason {
-            FinishReason::Stop | FinishReason::StopString(_) => "stop",
-            FinishReason::Length => "length",
-            FinishReason::ToolCalls => "tool-calls",
-            FinishReason::Policy(_) => "policy",
-        });
-        let (usage, events, request_id) =
-            (self.usage(), self.events.clone(), self.request.id.clone());
-        let span = self.request.span.clone();
-        let entered = span.clone();
-        let _entered = entered.0.enter();
-        tracing::debug!(
-            request_id,
-            prompt_tokens = usage.prompt_tokens,
-            cached_tokens = usage.cached_tokens,
-            reasoning_tokens = usage.reasoning_tokens,
-            answer_tokens = usage.answer_tokens,
-            drafted = usage.drafted_tokens,
-            accepted = usage.accepted_tokens,
-            verified = self.progress.verified,
-            reason = ?reason,
-            notes = ?self.progress.notes,
-            "request finished"
-        );
-        let mut notes = std::mem::take(&mut self.progress.notes);
-        self.hooks.finish(summary, move |finished| match finished {
-            Ok((of_policy, labels)) => {
-                of_policy.into_iter().for_each(|note| add_note(&mut notes, note));
-                let _ = events.send(Event::Finished(Finished { reason, usage, notes, labels }));
-            }
-            Err(error) => {
-                span.log(|| tracing::error!(request_id, %error, "request panicked"));
-                let _ = events.send(Event::Failed(error));
-            }
-        });
-    }
-
-    /// Ends the request with an error.
-    pub fn fail(&mut self, error: Error) {
-        let id = &self.request.id;
-        self.request.span.log(|| tracing::debug!(request_id = id, %error, "request failed"));
-        let (summary, events) = (self.summary("error"), self.take_receivers());
-        self.hooks.finish(summary, move |_| fail_all(events, error));
-    }
-
-    /// Ends the request after a panic: nothing of the sequence is used any more, its policy included.
-    pub fn abandon(&mut self, error: Error) {
-        let id = &self.request.id;
-        self.request.span.log(|| tracing::error!(request_id = id, %error, "request panicked"));
-        fail_all(self.take_receivers(), error);
-    }
-
-    /// Ends the request after its client has disconnected.
-    pub fn cancel(&mut self) {
-        tracing::debug!(
-            request_id = self.request.id,
-            tokens = self.tokens.len(),
-            "request cancelled"
-        );
-        self.hooks.finish(self.summary("cancelled"), |_| ());
-    }
-
-    /// For `on-finish`.
-    fn summary(&self, reason: &str) -> Summary {
-        Summary {
-            reason: reason.into(),
-            prompt_tokens: self.prompt as u32,
-            reasoning_tokens: self.reply_state.reasoning_tokens,
-            answer_tokens: self.reply_state.answer_tokens,
-            loops: self.progress.loops,
-            tool_calls: self.progress.tool_calls.len() as u32,
-        }
-    }
-
-    fn usage(&self) -> Usage {
-        Usage {
-            prompt_tokens: self.prompt as u32,
-            cached_tokens: self.cached as u32,
-            reasoning_tokens: self.reply_state.reasoning_tokens,
-            answer_tokens: self.reply_state.answer_tokens,
-            drafted_tokens: self.progress.drafted,
-            accepted_tokens: self.progress.accepted,
-            forced_tokens: self.progress.forced,
-            skipped_layers: self.skipped_layers,
-        }
+        self.request.live.set(stage, position.min(prompt), self.reply.len());
     }
 }
 
-fn add_note(notes: &mut Vec<String>, note: String) {
-    if notes.len() < NOTES {
-        notes.push(note);
-    } else if notes.len() == NOTES {
-        notes.push("further notes dropped".into());
+/// For tests, which change what is else given.
+#[cfg(test)]
+impl Sequence {
+    pub fn set_deadline(&mut self, deadline: Instant) {
+        self.request.deadline = Some(deadline);
+    }
+
+    pub fn set_saves_anywhere(&mut self, saves_anywhere: bool) {
+        self.saves_anywhere = saves_anywhere;
+    }
+
+    pub fn set_rewound(&mut self, tokens: usize) {
+        self.steering.set_rewound(tokens);
     }
 }

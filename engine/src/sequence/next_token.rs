@@ -1,28 +1,76 @@
-//! The next token of a sequence until it is committed: its logits, the sampled token, and the rows that run for it.
-
-use std::rc::Rc;
+//! The next token of a sequence until it is committed, and the rows that run for it.
 
 use mlx_rs::Array;
 
-use super::Sequence;
-use super::constrain::Constraint;
 use crate::cache::Checkpoint;
 use crate::draft::{DraftTokens, HiddenRows};
 use crate::error::Result;
-use crate::lazy::submit;
 use crate::sample::logprobs::Logprobs;
-use crate::sample::samples::{Logits, SampleOf, Samples};
+use crate::sample::samples::{Logits, SampleOf};
 
-/// Logits of the next token.
+/// What is known of the token after the committed ones.
+///
+/// Logits are usable while their position is that of the cache. Those of an earlier position stay
+/// for a rewind to it, until the next pass.
+pub(super) enum Next {
+    /// Rows must run first. `alone`: in a pass without other sequences, because of a near-tie.
+    Missing { alone: bool },
+    /// It can be sampled from these logits.
+    Logits(NextLogits),
+    /// It is sampled, and not committed. It can be sampled again from the logits, if there are any.
+    Sampled { sampled: Sampled, logits: Option<NextLogits> },
+    /// The next pass verifies a draft.
+    Drafting { draft: Draft, logits: Option<NextLogits> },
+    /// The rows of the cache from `from` on may be of other tokens: tokens were rewound, or the
+    /// token that has run was not committed.
+    Stale { from: usize, logits: Option<NextLogits> },
+}
+
+impl Next {
+    /// What is known of a token with these logits, if any.
+    pub fn from_logits(logits: Option<NextLogits>) -> Self {
+        logits.map_or(Self::Missing { alone: false }, Self::Logits)
+    }
+
+    /// The logits of the newest pass.
+    pub fn logits(&self) -> Option<&NextLogits> {
+        match self {
+            Self::Missing { .. } => None,
+            Self::Logits(logits) => Some(logits),
+            Self::Sampled { logits, .. }
+            | Self::Drafting { logits, .. }
+            | Self::Stale { logits, .. } => logits.as_ref(),
+        }
+    }
+
+    /// The logits of the newest pass.
+    pub fn into_logits(self) -> Option<NextLogits> {
+        match self {
+            Self::Missing { .. } => None,
+            Self::Logits(logits) => Some(logits),
+            Self::Sampled { logits, .. }
+            | Self::Drafting { logits, .. }
+            | Self::Stale { logits, .. } => logits,
+        }
+    }
+}
+
+impl Default for Next {
+    fn default() -> Self {
+        Self::Missing { alone: false }
+    }
+}
+
+/// Logits of a token.
 #[derive(Debug, Clone)]
-pub struct NextLogits {
+pub(super) struct NextLogits {
     /// Position of the token.
     pub position: usize,
-    /// Of a pass.
+    /// The logits of a pass.
     pub logits: Logits,
-    /// Its row in `logits`.
+    /// The row of the token in `logits`.
     pub row: usize,
-    /// The cache before the rows of their pass, if rows of other sequences ran in it.
+    /// The cache before the rows of the pass, if rows of other sequences ran in it.
     pub before: Option<Checkpoint>,
 }
 
@@ -36,45 +84,50 @@ impl NextLogits {
 }
 
 /// A sampled token.
-#[derive(Debug, Clone)]
-pub enum Sampled {
-    /// Possibly still being computed.
-    Computing(Computing),
-    /// On the host already, as after the verification of a draft.
+#[derive(Debug)]
+pub struct Sampled {
+    pub(super) token: SampledToken,
+    /// The probabilities of the token, if they are reported.
+    pub logprobs: Option<Logprobs>,
+}
+
+#[derive(Debug)]
+pub(super) enum SampledToken {
+    /// On the host, as after the verification of a draft.
     Read(u32),
+    /// Possibly still being computed. `before` is the cache before a pass with other sequences, to
+    /// which a near-tie rewinds.
+    Computing { sample: SampleOf, before: Option<Checkpoint> },
 }
 
 impl Sampled {
-    /// Whether the token is on the host.
-    pub fn is_read(&self) -> bool {
-        match self {
-            Self::Computing(next) => next.sample.is_read(),
-            Self::Read(_) => true,
+    /// Returns true if the token is on the host.
+    pub(super) fn is_read(&self) -> bool {
+        match &self.token {
+            SampledToken::Computing { sample, .. } => sample.is_read(),
+            SampledToken::Read(_) => true,
         }
     }
 
-    /// Waits for the token.
-    pub fn wait(&self) -> Result<()> {
-        match self {
-            Self::Computing(next) => next.sample.token().map(drop),
-            Self::Read(_) => Ok(()),
+    /// Waits for the token. Returns it with the cache before its pass, if rounding in that pass may
+    /// have decided it: its margin is less than `least_margin`.
+    pub fn read(&self, least_margin: f32) -> Result<(u32, Option<&Checkpoint>)> {
+        match &self.token {
+            SampledToken::Read(token) => Ok((*token, None)),
+            SampledToken::Computing { sample, before } => {
+                let token = sample.token()?;
+                let Some(before) = before else { return Ok((token, None)) };
+                let is_near_tie = sample.margin()? < least_margin;
+                Ok((token, is_near_tie.then_some(before)))
+            }
         }
     }
-}
 
-/// A token that may still be computed.
-#[derive(Debug, Clone)]
-pub struct Computing {
-    pub sample: SampleOf,
-    /// After a pass with other sequences: the cache before the pass, to which a near-tie rewinds.
-    pub before: Option<Checkpoint>,
-}
-
-impl Computing {
-    /// The cache before the pass, if its rounding may have decided the token.
-    pub fn near_tie(self, least_margin: f32) -> Result<Option<Checkpoint>> {
-        let Some(before) = self.before else { return Ok(None) };
-        Ok((self.sample.margin()? < least_margin).then_some(before))
+    pub(super) fn wait(&self) -> Result<()> {
+        match &self.token {
+            SampledToken::Computing { sample, .. } => sample.token().map(drop),
+            SampledToken::Read(_) => Ok(()),
+        }
     }
 }
 
@@ -82,90 +135,30 @@ impl Computing {
 pub struct Draft {
     /// Index of the drafter that proposed them.
     pub drafter: usize,
+    /// The drafted tokens.
     pub tokens: DraftTokens,
     /// Position of the row before them, that of the last committed token.
     pub position: usize,
+    /// The result of the pass over them, once it has run.
     pub pass: Option<VerifyPass>,
 }
 
 /// Result of the pass over the last committed token and the drafted tokens.
 pub struct VerifyPass {
-    /// Hidden states of the m + 1 rows of the draft.
+    /// Hidden states of its m + 1 rows.
     pub hidden: HiddenRows,
     /// The token sampled after the first row. Those of the other rows follow it.
     pub first: SampleOf,
 }
 
-/// The rows of a sequence in the next step.
-pub enum StepInput {
+/// The rows of a sequence in the next pass.
+pub enum Rows {
     /// A chunk of the prompt, or injected text.
     Tokens(Vec<u32>),
     /// The token sampled last.
     Sampled(SampleOf),
     /// The last committed token, and this draft after it.
-    Draft(DraftTokens),
-    /// Nothing: the sampled token ends the reply in any case.
+    Draft(Vec<u32>, DraftTokens),
+    /// No rows: the sampled token ends the reply in any case, or there is none.
     Nothing,
-}
-
-impl Sequence {
-    /// The input of the next step, at most `chunk` rows.
-    pub fn next_input(&self, chunk: usize) -> Result<StepInput> {
-        let position = self.cache.position;
-        if self.has_ended() {
-            return Ok(StepInput::Nothing);
-        }
-        if let Some(draft) = &self.draft {
-            return Ok(StepInput::Draft(draft.tokens.clone()));
-        }
-        if position < self.tokens.len() {
-            let mut end = self.tokens.len().min(position + chunk);
-            if let Some(&(save_point, _)) = self.save_points.front() {
-                end = end.min(save_point);
-            }
-            if self.takes_checkpoints() && position < self.phase_start.position {
-                end = end.min(self.phase_start.position);
-            }
-            return Ok(StepInput::Tokens(self.tokens[position..end].to_vec()));
-        }
-        match &self.sampled {
-            Some(Sampled::Computing(next)) if !self.next_token_is_last() => {
-                Ok(StepInput::Sampled(next.sample.clone()))
-            }
-            _ => Ok(StepInput::Nothing),
-        }
-    }
-
-    /// Samples the next token from its logits again, with the parameters of the next step.
-    pub fn sample_again(&mut self) -> Result<()> {
-        let Some(next) = &self.next_logits else { return Ok(()) };
-        let mut row = self.sampler.row(self.sampler.steps(), next.position);
-        row.mask = self.constraint.as_ref().and_then(Constraint::mask);
-        if !self.request.penalties.is_empty() {
-            row.penalties = self.request.penalties.of(&self.tokens, self.prompt);
-        }
-        let rows = [row];
-        let with_margins = next.before.is_some();
-        let samples = Rc::new(Samples::after(&next.logits, next.row, &rows, with_margins)?);
-        // The margin is that of the second.
-        let of_policies = (self.limits.candidates > 0).then(|| self.limits.candidates.max(2));
-        self.logprobs = match self.request.logprobs.max(of_policies) {
-            Some(top) => Some(samples.logprobs(&next.own()?, &rows, top, of_policies.is_some())?),
-            None => None,
-        };
-        if !samples.is_read() || self.logprobs.is_some() {
-            submit(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
-        }
-        let before = next.before.clone();
-        self.sampled =
-            Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));
-        Ok(())
-    }
-
-    /// Rewinds the cache by the pass that ended in a near-tie, which runs again alone.
-    pub fn run_again(&mut self, before: &Checkpoint) -> Result<()> {
-        self.cache.rewind_to(before)?;
-        (self.sampled, self.next_logits, self.runs_alone) = (None, None, true);
-        Ok(())
-    }
 }

@@ -1,161 +1,175 @@
 //! Tool calls: the policy gives a verdict on each before the client receives it.
 //!
 //! A repair rewinds the reply to the call's opening tag, which no client has seen, and injects the
-//! policy's text there. Several calls between one pair of tags are removed together. A call completed
-//! by the end of the reply gets its verdict before the reply ends. One completed by the limits of the
-//! reply gets a verdict too, but no tokens are left for a repair: it is dropped, with a note.
+//! policy's text there. Several calls between one pair of tags are removed together. A call
+//! completed by the end of the reply gets its verdict before the reply ends. One completed by the
+//! limits of the reply gets a verdict too, but no tokens are left for a repair: it is dropped, with
+//! a note.
 //!
 //! Where no policy of a request gives verdicts, calls may be sent while they are written
-//! ([`Request::streams_calls`](crate::request::Request::streams_calls)): the reply is not rewound past what
-//! the client has of them.
+//! ([`Request::streams_calls`](crate::request::Request::streams_calls)): the reply is not rewound
+//! past what the client has of them.
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use super::Sequence;
-use super::steer::Todo;
+use super::reply::ClientReply;
+use super::steering::{Do, Now, Repair, Steering, Todo};
 use crate::error::Result;
 use crate::policy::{
     ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, MAX_REPAIRS, ToolCallView, Verdict,
 };
 use crate::request::{FinishReason, Message, ToolCall};
-use crate::text::{Phase, Piece, Text};
+use crate::text::{Phase, Piece};
 
-impl Sequence {
-    /// Gets verdicts on the waiting calls, if any, and carries them out. False while the policy is called on
-    /// a thread: then again after its answer.
+impl Steering {
+    /// Gets verdicts on the waiting calls, if any, and carries them out. Returns [`Do::Nothing`]
+    /// when no call waits.
     ///
     /// # Errors
     /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
-    pub fn judge(&mut self, text: &Text) -> Result<bool> {
-        if self.progress.waiting.is_empty() {
-            return Ok(true);
+    pub(super) fn judge(&mut self, reply: &mut ClientReply, now: &Now<'_>) -> Result<Do> {
+        if reply.waiting.is_empty() && reply.judged.is_empty() {
+            return Ok(Do::Nothing);
         }
         let has_tokens = !matches!(self.todo, Todo::Finish);
-        while let Some(piece) = self.progress.waiting.front() {
-            if let Some(call) = self.new_call(piece) {
-                let Some(verdict) = self.verdict(&call)? else { return Ok(false) };
+        while let Some(piece) = reply.waiting.front() {
+            if let Some(call) = new_call(reply, piece) {
+                let Some(verdict) = self.verdict(&call, reply, now)? else { return Ok(Do::Away) };
                 match verdict {
                     Verdict::Accept => {}
                     Verdict::Repair(words) if has_tokens => {
-                        if self.repair(&call, &words, text)? {
-                            return Ok(true);
+                        if let Some(next) = self.repair(&call, words, reply, now) {
+                            return Ok(next);
                         }
                     }
                     Verdict::Repair(_) => {
                         let name = &call.function.name;
-                        self.note(format!(
+                        reply.note(format!(
                             "dropped a call of `{name}`: no tokens left to repair it"
                         ));
-                        self.progress.waiting.pop_front();
+                        reply.waiting.pop_front();
                         continue;
                     }
                     Verdict::Stop(reason) => {
-                        self.refuse(&call, reason);
-                        let rest = if has_tokens { self.progress.waiting.len() } else { 1 };
-                        self.progress.waiting.drain(..rest);
-                        continue;
+                        let (name, length) = (&call.function.name, reply.len());
+                        reply.note(format!(
+                            "stopped after {length} tokens (call of `{name}`): {reason}"
+                        ));
+                        let rest = if has_tokens { reply.waiting.len() } else { 1 };
+                        reply.waiting.drain(..rest);
+                        return Ok(Do::End(FinishReason::Policy(reason)));
                     }
                 }
             }
-            let judged = self.progress.waiting.pop_front();
-            self.progress.judged.extend(judged);
+            let judged = reply.waiting.pop_front();
+            reply.judged.extend(judged);
         }
-        let pieces = std::mem::take(&mut self.progress.judged);
-        self.send(pieces);
-        if self.has_ended() || matches!(self.todo, Todo::EndTurn { .. } | Todo::Finish) {
-            return Ok(true);
+        let pieces = std::mem::take(&mut reply.judged);
+        reply.send(pieces);
+        if !now.has_ended && !matches!(self.todo, Todo::EndTurn { .. } | Todo::Finish) {
+            reply.keep_calls();
         }
-        // The client has the calls now. The tag of a next call can still be rewound.
-        match self.reply_state.reply.call_start() {
-            Some(next) => self.rewind_limit = self.rewind_limit.max(self.prompt + next),
-            None => self.start_phase(),
-        }
-        Ok(true)
-    }
-
-    fn new_call(&self, piece: &Piece) -> Option<ToolCall> {
-        match piece {
-            Piece::ToolCall(call) if self.is_new_call(piece) => Some(call.clone()),
-            _ => None,
-        }
+        Ok(Do::Nothing)
     }
 
     /// `None` while the policy is called on a thread.
-    fn verdict(&mut self, call: &ToolCall) -> Result<Option<Verdict>> {
-        let accepted = self.progress.judged.iter().filter_map(|piece| self.new_call(piece));
+    fn verdict(
+        &mut self,
+        call: &ToolCall,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Result<Option<Verdict>> {
+        let accepted = reply.judged.iter().filter_map(|piece| new_call(reply, piece));
         let accepted: Vec<ToolCall> = accepted.collect();
-        let view = view(call, &self.request.messages, &self.progress.tool_calls, &accepted);
+        let view = view(call, &now.request.messages, reply.tool_calls(), &accepted);
         let verdict = self.hooks.ask(&view)?;
-        self.note_policy();
+        self.take_notes(reply);
         Ok(verdict)
     }
 
-    /// Replaces the waiting calls, and all tokens from the first one on, with `words`. Returns false if the
-    /// call is accepted instead.
-    fn repair(&mut self, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
-        let reply = match &self.todo {
-            Todo::EndTurn { ended, .. } => ended,
-            _ => &self.reply_state.reply,
+    /// Replaces the waiting calls, and all tokens from the first one on, with `words`: rewinds
+    /// them, and lets [`Steering::write_repair`] follow. `None` if the call is accepted instead.
+    fn repair(
+        &mut self,
+        call: &ToolCall,
+        words: String,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Option<Do> {
+        let parsed = match &self.todo {
+            Todo::EndTurn { ended, .. } => &**ended,
+            _ => reply.parsed(),
         };
-        let start = self.prompt + reply.last_call_start();
-        let (name, length) = (&call.function.name, self.reply_len());
-        // In a chain each policy has as many, so that a later one does not use up those of an earlier one.
+        let start = now.prompt + parsed.last_call_start();
+        let (name, length) = (call.function.name.clone(), reply.len());
+        // In a chain each policy has as many, so that a later one does not use up those of an
+        // earlier one.
         let limit = MAX_REPAIRS * self.hooks.policies();
-        if self.progress.repairs == limit {
-            self.note(format!("accepted a call of `{name}`: limit of {limit} repairs reached"));
-            return Ok(false);
+        if self.repairs == limit {
+            reply.note(format!("accepted a call of `{name}`: limit of {limit} repairs reached"));
+            return None;
         }
-        if self.is_form_fixed() {
+        if self.is_form_fixed(reply) {
             let reason = "the form of the reply is fixed";
-            self.note(format!("accepted a call of `{name}` without repair: {reason}"));
-            return Ok(false);
+            reply.note(format!("accepted a call of `{name}` without repair: {reason}"));
+            return None;
         }
-        if !self.rewind(start)? {
+        let Some(rewind) = self.rewind(start, None, reply, now) else {
             let reason = "the client already has the text";
-            self.note(format!("accepted a call of `{name}` without repair: {reason}"));
-            return Ok(false);
-        }
-        self.progress.waiting.clear();
-        self.progress.judged.clear();
+            reply.note(format!("accepted a call of `{name}` without repair: {reason}"));
+            return None;
+        };
+        reply.waiting.clear();
+        reply.judged.clear();
         // The rest of an injected text is replaced too.
         self.injection.iter_mut().for_each(|injection| injection.tokens.clear());
         match &mut self.todo {
             Todo::Committed(committed) => committed.loop_found = None,
             Todo::EndTurn { .. } => self.todo = Todo::Nothing,
-            Todo::Nothing | Todo::Ask(_) | Todo::Act { .. } | Todo::Finish => {}
+            Todo::Nothing | Todo::Ask(_) | Todo::Apply(_) | Todo::Act(_) | Todo::Finish => {}
         }
-        if self.has_ended() {
-            return Ok(true);
-        }
-        self.progress.repairs += 1;
-        self.note(format!("removed a call of `{name}` after {length} tokens"));
+        self.repair = Some(Repair { name, length, words });
+        Some(rewind)
+    }
+
+    /// Writes the text of a repair, whose call was rewound.
+    pub(super) fn write_repair(
+        &mut self,
+        repair: Repair,
+        reply: &mut ClientReply,
+        now: &Now<'_>,
+    ) -> Result<Option<Do>> {
+        let Repair { name, length, words } = repair;
+        self.repairs += 1;
+        reply.note(format!("removed a call of `{name}` after {length} tokens"));
         let mut tokens = Vec::new();
         // The opening tag of this call closed the previous one.
-        if self.reply_state.reply.in_call() {
-            tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
+        if reply.parsed().in_call() {
+            tokens.extend(reply.parsed().close_call_tokens(now.text)?);
         }
-        let header = self.reply_state.reply.open_message_tokens(text, Phase::Answer)?;
+        let header = reply.parsed().open_message_tokens(now.text, Phase::Answer)?;
         tokens.extend(header.unwrap_or_default());
-        let words = text.encode_plain(words)?;
-        if self.reply_state.reply.would_call(&tokens, &words) {
-            self.note("left out the text of a repair: it would be part of a tool call".into());
+        let words = now.text.encode_plain(&words)?;
+        if reply.parsed().would_call(&tokens, &words) {
+            reply.note("left out the text of a repair: it would be part of a tool call".into());
         } else {
             tokens.extend(words);
         }
-        self.inject(tokens, "injected text", "tool call repair");
-        Ok(true)
-    }
-
-    fn refuse(&mut self, call: &ToolCall, reason: String) {
-        let (name, length) = (&call.function.name, self.reply_len());
-        self.note(format!("stopped after {length} tokens (call of `{name}`): {reason}"));
-        self.end(FinishReason::Policy(reason));
+        Ok(self.inject(tokens, "injected text", "tool call repair", reply, now))
     }
 }
 
-/// The policy's view of `call`, with the earlier calls in `messages`, those `sent` in this reply, and
-/// those `accepted` together with it.
+/// The call that `piece` is, if the client does not have it.
+fn new_call(reply: &ClientReply, piece: &Piece) -> Option<ToolCall> {
+    match piece {
+        Piece::ToolCall(call) if reply.is_new_call(piece) => Some(call.clone()),
+        _ => None,
+    }
+}
+
+/// The policy's view of `call`, with the earlier calls in `messages`, those `sent` in this reply,
+/// and those `accepted` together with it.
 fn view(
     call: &ToolCall,
     messages: &[Message],
@@ -180,8 +194,8 @@ fn view(
     }
 }
 
-/// The calls of a conversation, oldest first, with their results. A result without a call id belongs
-/// to the oldest call that has none yet.
+/// The calls of a conversation, oldest first, with their results. A result without a call id
+/// belongs to the oldest call that has none yet.
 fn conversation(messages: &[Message]) -> Vec<(&ToolCall, Option<&str>)> {
     let mut calls: Vec<(&ToolCall, Option<&str>)> = Vec::new();
     for message in messages {

@@ -11,8 +11,9 @@ use crate::policy::{
     Action, Ban, Bias, PromptEdit, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
 };
 use crate::request::{FinishReason, Request, Sampling};
-use crate::sequence::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
-use crate::sequence::steer::INJECTED_TOKENS;
+use crate::sequence::commit::RERUN_TOKENS;
+use crate::sequence::limits::INJECTED_TOKENS;
+use crate::sequence::steering::REWOUND_TOKENS;
 
 /// A hybrid, a sliding and a dense family.
 const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];

@@ -29,7 +29,7 @@ fn decoder(name: &str, computed: usize) -> (Decoder, UnboundedReceiver<Event>) {
     let mut decoder = family(name, config, false);
     let (prepared, events) = prepare(&decoder, request(1000, 500, 1));
     decoder.start_request(prepared);
-    while decoder.schedule.running()[0].cache.position < computed {
+    while decoder.schedule.running()[0].timeline().position() < computed {
         decoder.step();
     }
     (decoder, events)
@@ -55,16 +55,17 @@ fn a_request_waits_for_a_long_prefix_that_is_not_computed_yet() {
         let whole = Request { embedding, max_tokens: Some(0), ..request(1000, 20, 2) };
         assert_eq!(awaited(&decoder, whole), None, "{name}: runs its whole prompt");
         // A save point of the sequence that is near will do.
-        decoder.schedule.running_mut()[0].save_points.push_front((950, Default::default()));
+        decoder.schedule.running_mut()[0].timeline_mut().add_save_point(950);
         assert_eq!(awaited(&decoder, request(1000, 20, 2)), Some(950), "{name}");
-        decoder.schedule.running_mut()[0].save_points.pop_front();
+        decoder.schedule.running_mut()[0].timeline_mut().remove_save_point(950);
         // Its policy permits certain save points only.
-        decoder.schedule.running_mut()[0].saves_anywhere = false;
+        decoder.schedule.running_mut()[0].set_saves_anywhere(false);
         assert_eq!(awaited(&decoder, request(1000, 20, 2)), None, "{name}");
-        decoder.schedule.running_mut()[0].saves_anywhere = true;
-        while decoder.schedule.running()[0].cache.position < 1000 {
+        decoder.schedule.running_mut()[0].set_saves_anywhere(true);
+        while decoder.schedule.running()[0].timeline().position() < 1000 {
             // After the first regular save point of a hybrid, too little is left.
-            let is_worth = name == "llama" || decoder.schedule.running()[0].cache.position < 512;
+            let is_worth =
+                name == "llama" || decoder.schedule.running()[0].timeline().position() < 512;
             let expected = is_worth.then_some(1000);
             assert_eq!(awaited(&decoder, request(1000, 20, 2)), expected, "{name}");
             decoder.step();
@@ -100,12 +101,12 @@ fn an_awaited_prefix_has_the_priority_of_its_own_length() {
         decoder.schedule.plan_prefill(decoder.schedule.running(), decoder.costs.passes()),
         [64, 0]
     );
-    while decoder.schedule.running()[0].cache.position < 600 {
+    while decoder.schedule.running()[0].timeline().position() < 600 {
         decoder.step();
     }
     assert_eq!(
         (
-            decoder.schedule.running()[0].cache.position,
+            decoder.schedule.running()[0].timeline().position(),
             decoder.schedule.awaited_rows(&decoder.schedule.running()[0])
         ),
         (600, None)

@@ -99,7 +99,7 @@ fn a_request_past_its_deadline_ends_with_an_error() {
         let events = start(decoder, request.clone(), Script::new(|_| Vec::new()));
         (0..steps).for_each(|_| decoder.step());
         let sequence = decoder.schedule.running_mut().first_mut().expect("the request runs");
-        sequence.request.deadline = Some(Instant::now());
+        sequence.set_deadline(Instant::now());
         match end(decoder, events) {
             Event::Failed(Error::Request(RequestError::Deadline { stage: at })) => {
                 assert_eq!(at, stage);

@@ -51,7 +51,7 @@ fn acts(step: &Step) -> Vec<Action> {
 }
 
 fn tokens_of(decoder: &Decoder) -> Vec<usize> {
-    decoder.schedule.running().iter().map(|sequence| sequence.reply_len()).collect()
+    decoder.schedule.running().iter().map(|sequence| sequence.reply().len()).collect()
 }
 
 /// Steps until one sequence or none is left.
@@ -211,7 +211,7 @@ fn a_tool_call_waits_for_a_verdict_on_a_thread() {
 
 /// Steps until the policy of the only sequence is called on a thread.
 fn until_away(decoder: &mut Decoder) {
-    while !decoder.schedule.running()[0].hooks.is_away() {
+    while !decoder.schedule.running()[0].is_away() {
         decoder.step();
     }
 }
@@ -237,7 +237,7 @@ fn a_deadline_waits_for_no_policy() {
     let (script, allow, finish) = gated(acts);
     let events = start(decoder, ask("Where?", false, 40), script);
     until_away(decoder);
-    decoder.schedule.running_mut()[0].request.deadline = Some(std::time::Instant::now());
+    decoder.schedule.running_mut()[0].set_deadline(std::time::Instant::now());
     decoder.step();
     match read(events).1 {
         Event::Failed(Error::Request(RequestError::Deadline { stage })) => {
@@ -288,13 +288,13 @@ fn a_request_preempted_while_its_policy_is_called_equals_one_that_never_was() {
             let events = start(decoder, request, script);
             let mut preemptions = 0;
             while let Some(sequence) = decoder.schedule.running().first() {
-                if sequence.hooks.is_away() && !sequence.hooks.is_back() {
+                if sequence.is_away() && !sequence.is_back() {
                     let mut sequence = decoder.schedule.running_mut().remove(0);
                     decoder.drop_state(&mut sequence).unwrap();
                     preemptions += 1;
                     let answer = |sequence: &Sequence| {
                         allow.send(()).unwrap();
-                        while !sequence.hooks.is_back() {
+                        while !sequence.is_back() {
                             std::thread::yield_now();
                         }
                     };

@@ -185,7 +185,7 @@ fn each_limit_counts_what_it_says() {
     /// `engine.max_tokens`.
     const DEFAULT: u32 = 1000;
     /// Tokens that a policy may inject beside the budget of the reasoning.
-    const INJECTED: u32 = crate::sequence::steer::INJECTED_TOKENS as u32;
+    const INJECTED: u32 = crate::sequence::limits::INJECTED_TOKENS as u32;
     /// Tokens of the context after the prompt.
     const LEFT: usize = 3000;
     struct Cell {

@@ -120,7 +120,7 @@ fn a_preempted_prompt_is_reported_once() {
     decoder.start_request(prepared);
     (0..2).for_each(|_| decoder.step());
     let mut sequence = decoder.schedule.running_mut().pop().unwrap();
-    assert!(sequence.reported > 1 && sequence.reported < prompt.len());
+    assert!(sequence.reported() > 1 && sequence.reported() < prompt.len());
     decoder.drop_state(&mut sequence).unwrap();
     decoder.schedule.push_preempted(sequence);
     while !decoder.schedule.running().is_empty() || !decoder.schedule.preempted().is_empty() {

@@ -74,11 +74,11 @@ fn a_preempted_request_resumes_from_the_store() {
     (0..12).for_each(|_| decoder.step());
     decoder.saved.prefixes_mut().clear_memory();
     let mut sequence = decoder.schedule.running_mut().pop().expect("the request runs");
-    let tokens = sequence.tokens.len();
+    let tokens = sequence.timeline().len();
     decoder.drop_state(&mut sequence).unwrap();
-    assert_eq!((sequence.cache.position, sequence.tokens.len()), (0, tokens + 1));
+    assert_eq!((sequence.timeline().position(), sequence.timeline().len()), (0, tokens + 1));
     decoder.restore_state(&mut sequence).unwrap();
-    assert_eq!(sequence.cache.position, tokens);
+    assert_eq!(sequence.timeline().position(), tokens);
 }
 
 /// 100 clients that hang up at the same time, some of whose requests wait for memory.

@@ -370,7 +370,7 @@ pub fn run_session(
     let (judges_calls, sees_text) = (session.judges_calls, session.sees_text);
     let prepared = decoder.policies.preparer().prepare_with(job, session).unwrap();
     let mut sequence = admit(decoder, prepared).unwrap();
-    sequence.progress.rewound = rewound;
+    sequence.set_rewound(rewound);
     restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
@@ -410,12 +410,12 @@ pub fn run_session(
         }
     };
     // After any rewinds, the client has the text of the remaining tokens.
-    let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
+    let (prompt, reply) = sequence.timeline().tokens().split_at(sequence.timeline().prompt());
     let mut again = decoder.network.text().reply(prompt, &request.stop, &request.tools);
     if request.streams_calls && !judges_calls {
         again.stream_calls();
     }
-    if sequence.constraint.is_none() {
+    if !sequence.steering().has_form() {
         again.read_untagged_calls();
     }
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
@@ -440,9 +440,9 @@ pub fn run_session(
         deltas,
         logprobs,
         rewound,
-        prompt: sequence.prompt,
-        saved: sequence.cache.position,
-        tokens: sequence.tokens,
+        prompt: sequence.timeline().prompt(),
+        saved: sequence.timeline().position(),
+        tokens: sequence.timeline().tokens().to_vec(),
         reason: finished.reason,
         notes: finished.notes,
         usage: finished.usage,

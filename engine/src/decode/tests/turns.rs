@@ -9,7 +9,6 @@ use crate::config::{Config, Profile};
 use crate::decode::Decoder;
 use crate::policy::SamplingPatch;
 use crate::request::{Choices, Embedding, Event, Form, RawPrompt, Request, ResponseFormat};
-use crate::sequence::Sequence;
 
 /// Sequences that run at once.
 const SLOTS: usize = 4;
@@ -81,14 +80,16 @@ fn steps(decoder: &mut Decoder, request: Request) -> usize {
     let mut events = decoder.schedule.queue().add(request).unwrap();
     let (mut steps, mut has_run) = (0, false);
     for _ in 0..2000 {
-        steps += usize::from(!decoder.schedule.running().iter().any(|s| s.runs_alone));
+        steps += usize::from(!decoder.schedule.running().iter().any(|s| s.timeline().runs_alone()));
         turn(decoder);
         while let Ok(event) = events.try_recv() {
             assert!(!matches!(event, Event::Failed(_)), "{event:?}");
         }
-        let runs = decoder.schedule.running().iter().any(|s| s.request.id == "small");
+        let runs = decoder.schedule.running().iter().any(|s| s.request().id == "small");
         has_run |= runs;
-        if has_run && !runs && decoder.schedule.preempted().iter().all(|s| s.request.id != "small")
+        if has_run
+            && !runs
+            && decoder.schedule.preempted().iter().all(|s| s.request().id != "small")
         {
             return steps;
         }
@@ -162,8 +163,8 @@ fn masks_of_one_request_delay_others_by_one_of_them() {
         let events = decoder.schedule.queue().add_all(body()).unwrap();
         (0..6).for_each(|_| turn(decoder));
         let length = |decoder: &Decoder, profile: &str| -> Vec<usize> {
-            let own = decoder.schedule.running().iter().filter(|s| s.request.profile == profile);
-            own.map(Sequence::reply_len).collect()
+            let own = decoder.schedule.running().iter().filter(|s| s.request().profile == profile);
+            own.map(|sequence| sequence.reply().len()).collect()
         };
         let before = length(decoder, "default");
         let taken = steps(decoder, request("other", 12, 4));
@@ -189,7 +190,7 @@ fn masks_of_one_request_delay_others_by_one_of_them() {
 fn profiles_share_the_slots() {
     let decoder = &mut decoder("llama");
     let running = |decoder: &Decoder, profile: &str| {
-        decoder.schedule.running().iter().filter(|s| s.request.profile == profile).count()
+        decoder.schedule.running().iter().filter(|s| s.request().profile == profile).count()
     };
     let _first =
         decoder.schedule.queue().add_all(vec![choices(request("default", 20, 500), 32)]).unwrap();
