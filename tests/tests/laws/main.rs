@@ -15,6 +15,7 @@ mod languages;
 mod library;
 mod mcp;
 mod operations;
+mod owners;
 mod profiles;
 mod reference;
 mod refusals;

@@ -130,7 +130,7 @@ const HOUSES: [House; 3] = [
 ];
 
 /// A path from the root of a crate, such as `["cache", "full", "Full"]`.
-type ItemPath = Vec<String>;
+pub type ItemPath = Vec<String>;
 
 /// What a file names, and what it imports under which name.
 #[derive(Debug, Default)]
@@ -220,7 +220,7 @@ impl Names {
 }
 
 /// The tokens after an item that begins `tokens`.
-fn after_item(tokens: &[TokenTree]) -> &[TokenTree] {
+pub fn after_item(tokens: &[TokenTree]) -> &[TokenTree] {
     let is_end = |token: &TokenTree| match token {
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
         TokenTree::Punct(mark) => mark.as_char() == ';',
@@ -314,7 +314,7 @@ fn circles<'a>(arrows: &BTreeMap<&'a ItemPath, BTreeSet<&'a ItemPath>>) -> Vec<V
 }
 
 /// The module of a file; `None` for tests and for programs.
-fn module_of(file: &Path) -> Option<ItemPath> {
+pub fn module_of(file: &Path) -> Option<ItemPath> {
     let mut module: ItemPath =
         file.with_extension("").iter().map(|part| part.to_str().unwrap().into()).collect();
     let is_left_out = |part: &String| ["tests", "fuzz", "bin", "main"].contains(&part.as_str());
