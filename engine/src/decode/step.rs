@@ -76,7 +76,9 @@ impl Decoder {
         }
         let start = Instant::now();
         let planned = self.schedule.plan_prefill(running, self.costs.passes());
-        let prefills = planned.iter().any(|&rows| rows > 0);
+        let prefilled = running.iter().zip(&planned).filter(|&(_, &rows)| rows > 0);
+        let profiles: Vec<String> = prefilled.map(|(s, _)| s.request().profile.clone()).collect();
+        let prefills = !profiles.is_empty();
         let drafted = self.speculation.propose(
             &mut self.network,
             &self.masks,
@@ -130,7 +132,8 @@ impl Decoder {
         self.activity.add_step(times);
         if let Some(rows) = prompt_rows {
             let seconds = elapsed.as_secs_f32();
-            self.schedule.count_pass(self.costs.passes(), rows, seconds, streams > 0);
+            let prompts = (rows, profiles);
+            self.schedule.count_pass(self.costs.passes(), prompts, seconds, streams > 0);
             self.costs.learn_pass(rows, seconds);
         }
         if elapsed > self.schedule.stall() {

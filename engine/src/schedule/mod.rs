@@ -163,7 +163,7 @@ impl Schedule {
 
     /// Time that the streams are owed.
     pub fn debt(&self) -> Debt {
-        self.debt
+        self.debt.clone()
     }
 
     /// Replaces the time that the streams are owed.
@@ -171,9 +171,16 @@ impl Schedule {
         self.debt = debt;
     }
 
-    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt, beside streams or without.
-    pub fn count_pass(&mut self, costs: &PassCosts, rows: usize, seconds: f32, has_streams: bool) {
-        self.debt.count(costs, rows, seconds, has_streams);
+    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt of `profiles`, beside streams
+    /// or without.
+    pub fn count_pass(
+        &mut self,
+        costs: &PassCosts,
+        prompts: (usize, Vec<String>),
+        seconds: f32,
+        has_streams: bool,
+    ) {
+        self.debt.count(costs, prompts, seconds, has_streams);
     }
 
     /// The rows of prompt that each of `running` runs in this step.
@@ -188,6 +195,7 @@ impl Schedule {
             decodes: sequence.decodes(),
             passed_over: sequence.passed_over(),
             profile: profile(sequence),
+            owes: self.debt.is_of(&sequence.request().profile),
         };
         let pending: Vec<Pending> = running.iter().map(pending).collect();
         let budget = Budget { stall: self.stall, chunk: self.chunk, owed: self.debt.is_owed() };

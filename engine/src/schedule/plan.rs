@@ -8,7 +8,9 @@
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
 //! waits until the streams have had that time back. So a stream's mean time between tokens grows by at
-//! most half while long prompts are read. Short prompts do not wait: their first token is near.
+//! most half while long prompts are read. Short prompts do not wait: their first token is near. Many of them are a
+//! long prompt, though, to the streams of other profiles: if one of these decodes, all prompts of a profile wait whose
+//! prompts have run since the time is owed. So 256 texts of an embedding slow a stream of another profile by half as well.
 //!
 //! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
 //! sequence that was passed over [`AGING`] times runs before shorter ones.
@@ -18,6 +20,7 @@
 //! Source: mixed steps of prefill chunks and decodes are those of Sarathi-Serve (arXiv:2403.02310).
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -45,6 +48,8 @@ pub struct Pending {
     pub passed_over: u32,
     /// A number for its profile.
     pub profile: usize,
+    /// Whether prompts of its profile have run since the streams are owed time.
+    pub owes: bool,
 }
 
 /// Limits of one step.
@@ -54,29 +59,47 @@ pub struct Budget {
     pub stall: Duration,
     /// Most rows of prompt in a pass.
     pub chunk: usize,
-    /// Whether prompts longer than a chunk wait: the streams are owed time.
+    /// Whether the streams are owed time, for which prompts longer than a chunk wait, and those of
+    /// profiles that owe it.
     pub owed: bool,
 }
 
-/// Seconds that prompts have taken from the streams beyond their share.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Debt(f32);
+/// What prompts have taken from the streams beyond their share.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Debt {
+    seconds: f32,
+    /// Profiles whose prompts have run since time is owed. Empty if none is owed.
+    profiles: BTreeSet<String>,
+}
 
 impl Debt {
-    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt, beside streams or without.
-    pub fn count(&mut self, costs: &PassCosts, rows: usize, seconds: f32, has_streams: bool) {
-        if !has_streams {
-            self.0 = 0.0;
-            return;
-        }
+    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt of `profiles`, beside streams or
+    /// without.
+    pub fn count(
+        &mut self,
+        costs: &PassCosts,
+        (rows, profiles): (usize, impl IntoIterator<Item = String>),
+        seconds: f32,
+        has_streams: bool,
+    ) {
         // A single slow pass has compiled a kernel or waited for a busy machine.
         let taken = (seconds - costs.decode).clamp(0.0, 2.0 * costs.prefill_of(rows));
-        self.0 = (self.0 + taken - SHARE * costs.decode).max(0.0);
+        self.seconds = (self.seconds + taken - SHARE * costs.decode).max(0.0);
+        if !has_streams || self.seconds == 0.0 {
+            *self = Self::default();
+        } else {
+            self.profiles.extend(profiles);
+        }
     }
 
     /// Whether the streams are owed time.
-    pub fn is_owed(self) -> bool {
-        self.0 > 0.0
+    pub fn is_owed(&self) -> bool {
+        self.seconds > 0.0
+    }
+
+    /// Whether prompts of `profile` have run since the streams are owed time.
+    pub fn is_of(&self, profile: &str) -> bool {
+        self.profiles.contains(profile)
     }
 }
 
@@ -173,8 +196,12 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     } else {
         budget.chunk
     };
-    let most = if budget.owed && has_streams { budget.chunk } else { usize::MAX };
-    let runs = |&i: &usize| (1..=most).contains(&sequences[i].rows);
+    let waits = |waiting: &Pending| {
+        let other = |stream: &Pending| stream.decodes && stream.profile != waiting.profile;
+        let for_any = waiting.rows > budget.chunk && has_streams;
+        budget.owed && (for_any || waiting.owes && sequences.iter().any(other))
+    };
+    let runs = |&i: &usize| sequences[i].rows > 0 && !waits(&sequences[i]);
     let mut order: Vec<usize> = (0..sequences.len()).filter(runs).collect();
     order.sort_by_key(|&i| {
         let Pending { rows, passed_over, .. } = sequences[i];
@@ -304,6 +331,48 @@ mod tests {
         assert_eq!(prefill_rows(&policy_is_called, &cheap, owed), [0, 512]);
     }
 
+    #[test]
+    fn prompts_of_a_profile_that_owes_time_wait_for_streams_of_others_only() {
+        let owed = Budget { owed: true, ..BUDGET };
+        let cheap = costs(0.01, 0.0004);
+        let text = Pending { rows: 40, profile: 1, owes: true, ..Pending::default() };
+        let planned = |streams: &[usize], prompts: &[Pending]| {
+            let stream = |&profile| Pending { decodes: true, profile, ..Pending::default() };
+            let all: Vec<_> = streams.iter().map(stream).chain(prompts.iter().copied()).collect();
+            prefill_rows(&all, &cheap, owed).split_off(streams.len())
+        };
+        assert_eq!(planned(&[0], &[text; 3]), [0, 0, 0]);
+        assert_eq!(planned(&[1], &[text; 3]), [40, 40, 40]);
+        assert_eq!(planned(&[], &[text; 3]), [40, 40, 40]);
+        let other = Pending { profile: 2, owes: false, ..text };
+        assert_eq!(planned(&[0, 1], &[text, other]), [0, 40]);
+    }
+
+    /// 256 short prompts of a profile beside a stream of another one, four of which are ready at a time.
+    #[test]
+    fn many_short_prompts_slow_a_stream_of_another_profile_by_at_most_half() {
+        for (decode, row) in [(0.005, 0.000_5), (0.02, 0.000_2), (0.002, 0.002)] {
+            let (costs, mut debt) = (PassCosts { decode, prefill: 0.001, row }, Debt::default());
+            let (mut left, mut time, mut passes) = (256, 0.0, 0);
+            while left > 0 {
+                let text =
+                    Pending { rows: 12, profile: 1, owes: debt.is_of("b"), ..Pending::default() };
+                let mut sequences = vec![text; left.min(4)];
+                sequences.push(Pending { decodes: true, ..Pending::default() });
+                let budget = Budget { owed: debt.is_owed(), ..BUDGET };
+                let planned = prefill_rows(&sequences, &costs, budget);
+                left -= planned.iter().filter(|&&rows| rows == 12).count();
+                let rows = planned.iter().sum();
+                let seconds = decode + costs.prefill_of(rows);
+                debt.count(&costs, (rows, (rows > 0).then(|| "b".to_string())), seconds, true);
+                (time, passes) = (time + seconds, passes + 1);
+            }
+            let longest = decode + costs.prefill_of(48);
+            assert!(time <= 1.5 * decode * passes as f32 + longest, "{decode} {row}: {time}");
+            assert!(passes >= 64);
+        }
+    }
+
     /// Random machines and long prompts without an end beside a stream: its steps take at most half as long
     /// again in the mean, and the prompts go on.
     #[test]
@@ -321,7 +390,7 @@ mod tests {
                 let planned = prefill_rows(&pending(&[0, 8000, 9000]), &costs, budget);
                 let prompt = planned.iter().sum();
                 let seconds = decode + if prompt > 0 { prefill + row * prompt as f32 } else { 0.0 };
-                debt.count(&costs, prompt, seconds, true);
+                debt.count(&costs, (prompt, None), seconds, true);
                 costs.learn(prompt, seconds);
                 time += seconds;
                 with_prompts += usize::from(prompt > 0);
@@ -384,7 +453,12 @@ mod tests {
                 if sequences.len() < 12 && random.below(3) == 0 {
                     let rows = [0, 1, 50, 700, 9000][random.below(5)];
                     let profile = random.below(3);
-                    sequences.push(Pending { rows, decodes: rows == 0, passed_over: 0, profile });
+                    sequences.push(Pending {
+                        rows,
+                        decodes: rows == 0,
+                        profile,
+                        ..Pending::default()
+                    });
                 }
                 let planned = prefill_rows(&sequences, &costs, budget);
                 assert_eq!(planned.len(), sequences.len());
