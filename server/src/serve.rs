@@ -34,6 +34,7 @@ use crate::api::error::ApiError;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
+use crate::heap;
 use crate::shutdown::{Shutdown, Stage};
 use crate::signals::StopSignals;
 use crate::throttle::Throttle;
@@ -132,6 +133,7 @@ pub async fn run(
     tokio::select! {
         () = stop => {}
         () = accepting => {}
+        () = heap::return_while_idle() => {}
     }
     drop(serving);
     let another_stop = async {
