@@ -240,3 +240,61 @@ fn names_of_schemas_are_unique() {
     let numbered = bodies.iter().chain(&replies).filter(|name| name.ends_with('2'));
     assert_eq!(numbered.collect::<Vec<_>>(), [] as [&String; 0]);
 }
+
+/// Adds the names of the properties of `schema`, at any depth.
+fn properties(schema: &Value, names: &mut BTreeSet<String>) {
+    match schema {
+        Value::Array(list) => list.iter().for_each(|schema| properties(schema, names)),
+        Value::Object(fields) => {
+            if let Some(Value::Object(own)) = fields.get("properties") {
+                names.extend(own.keys().cloned());
+            }
+            fields.values().for_each(|schema| properties(schema, names));
+        }
+        _ => {}
+    }
+}
+
+/// The words in backticks of `text`, at the separators of paths and JSON.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    let code = text.split('`').skip(1).step_by(2);
+    let is_apart = |c: char| !(c.is_ascii_alphanumeric() || c == '_');
+    code.flat_map(move |code| code.split(is_apart)).filter(|word| !word.is_empty())
+}
+
+/// A field that is parsed and not documented, or documented and not parsed.
+#[test]
+fn the_reference_names_the_fields_of_every_body_and_no_others() {
+    let (reference, fields) =
+        (include_str!("../../../server/HTTP.md"), include_str!("../../../server/FIELDS.md"));
+    let named: BTreeSet<&str> = reference.lines().chain(fields.lines()).flat_map(words).collect();
+    let mut count = 0;
+    for (path, methods) in DOCUMENT["paths"].as_object().unwrap() {
+        for described in methods.as_object().unwrap().values() {
+            let mut body =
+                described["requestBody"]["content"]["application/json"]["schema"].clone();
+            if let Some(name) = body["$ref"].as_str().and_then(|name| name.rsplit('/').next()) {
+                body = DOCUMENT["components"]["schemas"][name].clone();
+            }
+            let Some(own) = body["properties"].as_object() else { continue };
+            let unnamed: Vec<_> =
+                own.keys().filter(|name| !named.contains(name.as_str())).collect();
+            assert!(unnamed.is_empty(), "{path}: neither HTTP.md nor FIELDS.md names {unnamed:?}");
+            count += own.len();
+        }
+    }
+    assert!(count > 200, "{count} fields");
+    let mut known = BTreeSet::new();
+    properties(&DOCUMENT, &mut known);
+    let rows = reference.split("\n\n").filter(|block| block.starts_with("| field |"));
+    for row in rows.flat_map(|table| table.lines().skip(2)) {
+        let cell = row.split('|').nth(1).unwrap();
+        // A field, or a path to it; what it is set to follows a colon.
+        for path in cell.split('`').skip(1).step_by(2) {
+            let path = path.split([':', ' ', '=']).next().unwrap().trim_matches(['{', '"']);
+            let unknown =
+                path.split(['.', '[', ']']).find(|name| !name.is_empty() && !known.contains(*name));
+            assert_eq!(unknown, None, "{row}");
+        }
+    }
+}

@@ -125,13 +125,28 @@ pub enum Format {
     Schema(Map<String, Value>),
 }
 
+/// vLLM's object of one form.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct StructuredOutputs {
+    /// A JSON schema, or one in a string.
+    json: Option<Value>,
+    /// Whether the answer is a JSON object.
+    json_object: Option<bool>,
+    /// A regular expression that the whole answer matches.
+    regex: Option<String>,
+    /// The answer is one of these texts.
+    choice: Option<Vec<String>>,
+    /// A grammar in llguidance's dialect of Lark, or in GBNF.
+    grammar: Option<String>,
+}
+
 /// The fields that fix the form of a reply, and those about tools.
 #[derive(JsonSchema)]
 pub struct Structure {
     /// `{"type": "json_object"}`, or of type `json_schema`, `regex`, `grammar` or `text`.
     response_format: Option<Map<String, Value>>,
-    /// vLLM's object of one form: `json`, `json_object`, `regex`, `choice` or `grammar`.
-    structured_outputs: Option<Map<String, Value>>,
+    structured_outputs: Option<StructuredOutputs>,
     /// A JSON schema, or one in a string.
     guided_json: Option<Value>,
     /// A regular expression that the whole answer matches.
