@@ -16,7 +16,7 @@ const NEWEST: f64 = 1.0 / 16.0;
 pub struct Activity {
     /// Sequences that run.
     pub running: usize,
-    /// Of these, those whose policy is called on a thread.
+    /// Running sequences whose policy is called on a thread.
     pub awaiting_policy: usize,
     /// Requests that wait for a prefix which a sequence computes.
     pub awaiting_prefix: usize,

@@ -83,7 +83,7 @@ pub struct ModelConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
-    /// That of the last token, which has seen all others.
+    /// The hidden state of the last token, which has seen all others.
     #[default]
     Last,
     /// The mean of all.

@@ -221,7 +221,7 @@ impl Error {
 /// halfway: the caller drops it.
 ///
 /// # Errors
-/// Those of `work`.
+/// As `work`, and if it panics.
 pub(crate) fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());

@@ -324,7 +324,7 @@ unsafe fn words_product<const DIGITS: usize, const BITS: usize>(
             });
             return converted(add::<BITS>(high, elements, low));
         }
-        // Those with elements of 8 bits would not fit an integer.
+        // Sums with elements of 8 bits would not fit an integer.
         let (high, mut sums) = (converted(high), converted(add::<BITS>(zero, elements, low)));
         unroll!(O < OUT, {
             sums[O] = Avx512::fma(high[O], Avx512::splat(256.0), sums[O]);

@@ -481,7 +481,7 @@ mod tests {
         results.to_vec()
     }
 
-    /// Of the first of two sequences.
+    /// Replays rows of the first of two sequences.
     #[test]
     fn replayed_rows_leave_the_bits_of_a_pass() {
         let (tail, state) = (numbers(20, 2 * 3 * 96), numbers(21, 2 * 4 * 8 * 16));

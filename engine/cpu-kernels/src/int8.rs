@@ -72,7 +72,7 @@ pub fn floats(columns: usize) -> usize {
 /// matrix.
 pub type Factors = [RowFactors; MOST_ROWS];
 
-/// Those of a row of x.
+/// Factors of a row of x.
 pub type RowFactors = [[f32; GROUPS]; OUT];
 
 /// `groups of the matrix, of x, their number, factors, sums`

@@ -66,7 +66,7 @@ pub struct Strip<'a> {
     pub line: *const u8,
     /// Bytes from a row to the next.
     pub line_bytes: usize,
-    /// Of a packed matrix.
+    /// Scales of a packed matrix.
     pub scales: Option<Scales<'a>>,
 }
 

@@ -33,7 +33,7 @@ pub struct Packed<'a> {
     pub words: &'a [u32],
     /// [rows, columns / group_size]
     pub scales: Floats<'a>,
-    /// Of the same groups.
+    /// Biases of the same groups.
     pub biases: Biases<'a>,
     /// Outputs.
     pub rows: usize,
@@ -103,7 +103,7 @@ pub enum Activations {
 pub struct Input<'a> {
     /// [R, columns]
     pub x: Floats<'a>,
-    /// Of each row of `x`, which is then f32.
+    /// Norm of each row of `x`, which is then f32.
     pub norm: Option<Norm<'a>>,
     /// How the rows are read.
     pub activations: Activations,

@@ -188,7 +188,7 @@ const LINEAR_ATTENTION: &[Part] = &[
     ("ssm_conv1d", "linear_attn.conv1d", Change::Taps),
     ("ssm_a", "linear_attn.A_log", Change::Decay),
     ("ssm_dt", "linear_attn.dt_bias", Change::Values),
-    // Of one head, and without 1 added.
+    // One head's weights, without 1 added.
     ("ssm_norm", "linear_attn.norm", Change::None),
     ("ssm_out", "linear_attn.out_proj", Change::ValueColumns),
 ];

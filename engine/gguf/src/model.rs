@@ -378,7 +378,7 @@ impl Model {
             None => format!("model.layers.{layer}.{ours}"),
             Some(after) => format!("mtp.layers.{after}.{ours}"),
         };
-        // Of MLX's names these two have no ending.
+        // MLX's names of these two have no ending.
         let bare = ours.ends_with("A_log") || ours.ends_with("dt_bias");
         Some((if bare { at } else { format!("{at}.{}", ending?) }, *change))
     }

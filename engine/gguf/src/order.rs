@@ -5,7 +5,7 @@
 pub enum Order {
     /// As in the checkpoint.
     Same,
-    /// Of heads of `size`, whose halves are interleaved.
+    /// Heads of `size`, whose halves are interleaved.
     Halves { size: usize },
     /// After the first `skip`: heads of `size`, which are ordered by their index within one of `keys` groups of
     /// `per_key`, and are to be ordered by group.

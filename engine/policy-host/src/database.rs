@@ -135,7 +135,7 @@ struct Shared {
 #[derive(Default)]
 struct Pending {
     changes: Changes,
-    /// Of the newest change.
+    /// Number of the newest change.
     number: u64,
     closed: bool,
 }

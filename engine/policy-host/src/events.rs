@@ -11,12 +11,12 @@ pub struct Watch {
     recent: String,
     /// Bytes of the longest text.
     longest: usize,
-    /// Those that the newest token completes.
+    /// Texts that the newest token completes.
     found: Vec<String>,
 }
 
 impl Watch {
-    /// Of a plan; `None` if it has neither.
+    /// The watch of a plan; `None` if it waits for neither texts nor tokens.
     pub fn new(plan: &Plan) -> Option<Self> {
         let Plan { on_texts, on_tokens, .. } = plan;
         (!on_texts.is_empty() || !on_tokens.is_empty()).then(|| Self {

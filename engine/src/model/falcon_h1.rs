@@ -44,9 +44,9 @@ struct Config {
     key_multiplier: f32,
     ssm_in_multiplier: f32,
     ssm_out_multiplier: f32,
-    /// Of the gate, x, B, C and the steps.
+    /// Multipliers of the gate, x, B, C and the steps.
     ssm_multipliers: [f32; 5],
-    /// Of the gate, and of the output.
+    /// Multipliers of the gate and of the output.
     mlp_multipliers: [f32; 2],
 }
 

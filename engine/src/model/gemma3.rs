@@ -38,7 +38,7 @@ struct Config {
     #[serde(alias = "_sliding_window_pattern")]
     sliding_window_pattern: usize,
     layer_types: Vec<String>,
-    /// Of full attention, like `rope_scaling`.
+    /// Base of the rotary embedding of full attention, like `rope_scaling`.
     rope_theta: f32,
     rope_local_base_freq: f32,
     rope_scaling: Option<RopeParameters>,

@@ -44,7 +44,7 @@ struct Config {
     sliding_window: i32,
     /// Without them every fifth layer uses full attention.
     layer_types: Option<Vec<String>>,
-    /// Of full attention.
+    /// Base of the rotary embedding of full attention.
     rope_theta: f32,
     rope_local_base_freq: f32,
     rope_scaling: Option<RopeParameters>,

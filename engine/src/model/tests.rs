@@ -317,12 +317,12 @@ fn scales_that_nothing_used_are_refused() {
     check(json!({}), &format!("{at}.weight_scale_inv"));
     check(json!({}), &format!("{at}.weight_scale"));
     check(json!({}), "model.norm.scales");
-    // Of a matrix with another name.
+    // The scale of a matrix with another name.
     check(
         json!({"quantization_config": {"quant_method": "fp8"}}),
         &format!("{at}.weights_scale_inv"),
     );
-    // Of parts that are not loaded.
+    // Scales of parts that are not loaded.
     let unread = |name: &str| {
         Folder::new("llama", json!({})).and(&format!("{name}_scale_inv"), one()).and(name, one())
     };

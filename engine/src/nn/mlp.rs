@@ -124,7 +124,7 @@ impl GatedMlp {
 /// `down(activation(up x))`. A stack of them has a leading dimension E.
 #[derive(Debug, Clone)]
 pub struct PlainMlp {
-    /// Of the outputs of `up_proj`.
+    /// Activation of the outputs of `up_proj`.
     pub activation: Activation,
     /// [F, D]
     pub up_proj: Linear,

@@ -424,7 +424,7 @@ impl Prefixes {
         Ok(())
     }
 
-    /// Those parts of a prefix that the store does not have.
+    /// The parts of a prefix that the store does not have.
     fn unsaved_parts(
         &self,
         disk: &RedbStore,

@@ -48,7 +48,7 @@ struct LinkText {
 }
 
 impl Texts {
-    /// Of this number of policies.
+    /// The texts of a chain of `links` policies, before the first token.
     pub fn new(links: usize) -> Self {
         let links = (0..links).map(|_| LinkText::default()).collect();
         Self { links, position: 0, marks: Vec::new(), replaced: Vec::new() }

@@ -27,7 +27,7 @@ struct HookPace {
 }
 
 impl Pace {
-    /// Of a version that exports the hooks named. The others do nothing, and are quick.
+    /// The pace of a version that exports the hooks named. The others do nothing, and are quick.
     pub fn new(exported: &[&str]) -> Self {
         Self(Hook::ALL.map(|hook| HookPace {
             quick: AtomicU32::new(0),

@@ -19,7 +19,7 @@ use steersman_test_support::guest::{broken, named, replace};
 /// Limit on events of another thread, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Of one call: a busy machine may stop a thread for longer than the default of 50 ms.
+/// Time of one call: a busy machine may stop a thread for longer than the default of 50 ms.
 const DEADLINE_MS: u64 = 60_000;
 
 fn version(name: &str) -> Vec<u8> {

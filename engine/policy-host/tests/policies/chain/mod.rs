@@ -22,7 +22,7 @@ type Log = Arc<Mutex<Vec<Call<'static>>>>;
 #[derive(Default, Clone)]
 struct Scripted {
     edits: Vec<PromptEdit>,
-    /// Of on-text: by the text that it sees; none passes it.
+    /// The verdict of on-text by the text that it sees; without one, the text passes.
     text: Option<fn(&TextView) -> TextVerdict>,
     labels: Labels,
     plan: Plan,
