@@ -23,6 +23,10 @@ const CONNECTIONS: usize = 4096;
 /// Limit on open files that is assumed where the system names none.
 const OPEN_FILES: usize = 1024;
 
+/// Open files that the process asks for: enough for [`CONNECTIONS`], models, the store and downloads. macOS allows 256
+/// by default, and at most this many without a change of its kernel's limits (`OPEN_MAX`).
+const WANTED_FILES: u64 = 10_240;
+
 /// Displaced connections that may be open beyond the limit, and how long to wait for their end.
 const CLOSING: usize = 16;
 const CLOSE_PAUSE: Duration = Duration::from_millis(1);
@@ -239,11 +243,17 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// The number of files that this process may open.
+/// The number of files that this process may open, after its soft limit was raised to [`WANTED_FILES`] as far as the
+/// hard limit allows. A limit that is higher already is kept.
 pub fn open_files() -> usize {
     #[cfg(unix)]
-    if let Ok((soft, _)) = rlimit::getrlimit(rlimit::Resource::NOFILE) {
-        return usize::try_from(soft).unwrap_or(usize::MAX);
+    {
+        use rlimit::{Resource, getrlimit, increase_nofile_limit};
+        // Fails where the system has a limit besides the hard one: then the soft limit counts.
+        let raised = increase_nofile_limit(WANTED_FILES);
+        if let Ok(files) = raised.or_else(|_| getrlimit(Resource::NOFILE).map(|(soft, _)| soft)) {
+            return usize::try_from(files).unwrap_or(usize::MAX);
+        }
     }
     OPEN_FILES
 }
@@ -302,6 +312,24 @@ mod tests {
         assert!(add("10.0.0.1").is_none());
         assert!(add("::ffff:10.0.0.1").is_none(), "the same address, mapped");
         assert_eq!(all.count(), 3);
+    }
+
+    /// macOS starts programs with 256 open files, of which 192 were for connections.
+    #[cfg(unix)]
+    #[test]
+    fn the_limit_on_open_files_is_raised_as_far_as_the_system_allows() {
+        use rlimit::{Resource, getrlimit, setrlimit};
+        let (before, hard) = getrlimit(Resource::NOFILE).unwrap();
+        setrlimit(Resource::NOFILE, before.min(256), hard).unwrap();
+        let files = open_files() as u64;
+        assert_eq!(files, WANTED_FILES.min(hard).max(before.min(256)));
+        assert_eq!(getrlimit(Resource::NOFILE).unwrap(), (files, hard));
+        if hard >= WANTED_FILES {
+            assert_eq!(connections(0, 0).limit(), CONNECTIONS);
+        }
+        // A limit that is higher already is kept.
+        setrlimit(Resource::NOFILE, before, hard).unwrap();
+        assert_eq!(open_files() as u64, before.max(files));
     }
 
     #[test]
