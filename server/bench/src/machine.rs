@@ -34,16 +34,35 @@ impl Machine {
         let os = read("/etc/os-release");
         let named = field(&os, "PRETTY_NAME", '=').map(|name| name.trim_matches('"').to_owned());
         let memory = field(&read("/proc/meminfo"), "MemTotal", ':').and_then(|text| kib(&text));
+        let named = named.or_else(|| {
+            let version = mac("/usr/bin/sw_vers", &["-productVersion"])?;
+            Some(format!("macOS {version}"))
+        });
+        let sysctl = |name| mac("/usr/sbin/sysctl", &["-n", name]);
+        let load = read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok());
         Self {
-            cpu: field(&cpus, "model name", ':'),
+            cpu: field(&cpus, "model name", ':').or_else(|| sysctl("machdep.cpu.brand_string")),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            memory_bytes: memory,
+            memory_bytes: memory.or_else(|| sysctl("hw.memsize")?.parse().ok()),
             gpus: gpus(),
             os: named.unwrap_or_else(|| std::env::consts::OS.into()),
             arch: std::env::consts::ARCH.into(),
-            load: read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok()),
+            load: load.or_else(|| first_load(&sysctl("vm.loadavg")?)),
         }
     }
+}
+
+/// What a program of macOS prints; `None` on other systems.
+fn mac(program: &str, arguments: &[&str]) -> Option<String> {
+    if !cfg!(target_os = "macos") {
+        return None;
+    }
+    output(Command::new(program).args(arguments))
+}
+
+/// The load of the last minute in macOS's `{ 2.11 1.98 1.80 }`.
+fn first_load(text: &str) -> Option<f64> {
+    text.trim_start_matches('{').split_whitespace().next()?.parse().ok()
 }
 
 /// Names of NVIDIA GPUs.
@@ -134,6 +153,12 @@ mod tests {
         let this = std::process::id();
         assert_eq!(listening_pid(port), Some(this));
         assert!(resident(this).unwrap() > 1 << 20);
+    }
+
+    #[test]
+    fn the_load_of_a_mac_is_read() {
+        assert_eq!(first_load("{ 2.11 1.98 1.80 }"), Some(2.11));
+        assert_eq!(first_load("{ }"), None);
     }
 
     #[test]
