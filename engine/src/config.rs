@@ -24,6 +24,9 @@ const MAX_THREADS: u64 = 64;
 /// Most prompt tokens of a chunk.
 const MAX_CHUNK: u64 = 65_536;
 
+/// Most seconds of `engine.wired_idle_s`: a year.
+const MAX_WIRED_IDLE_S: u64 = 365 * 24 * 3600;
+
 /// The whole configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
@@ -177,7 +180,7 @@ pub enum Dtype {
 pub struct EngineConfig {
     /// Requests that may wait; further ones are refused with 429.
     pub queue: usize,
-    /// Requests that run at the same time; further ones wait. 0 is 32.
+    /// Requests that run at the same time; further ones wait. 0 is 32, or what suits the chip.
     pub max_running: usize,
     /// Milliseconds that a pass with rows of prompt may take while other requests decode.
     pub stall_ms: u32,
@@ -189,6 +192,9 @@ pub struct EngineConfig {
     /// Most bytes of weights, running requests and prefix cache together, for all models; 0 is what
     /// the machine and the process's limits allow.
     pub memory_limit_bytes: u64,
+    /// Seconds after the last request for which a Mac keeps weights and running state in memory (wired); 0 lets the
+    /// system page them out at any time.
+    pub wired_idle_s: u64,
     /// Prompt tokens of one prefill chunk. A cancelled request stops after at most one chunk.
     pub prefill_chunk: usize,
     /// Tokens of a reply, reasoning included, whose request has no limit of its own; and reasoning tokens where a
@@ -214,6 +220,7 @@ impl Default for EngineConfig {
             policy_threads: 2,
             prompt_bytes: 0,
             memory_limit_bytes: 0,
+            wired_idle_s: 300,
             prefill_chunk: 512,
             max_tokens: 16_384,
             context: 0,
@@ -368,6 +375,7 @@ impl Config {
             self.engine;
         within("engine.max_running", self.engine.max_running as u64, 0..=MAX_RUNNING)?;
         at_least("engine.stall_ms", self.engine.stall_ms.into(), 1)?;
+        within("engine.wired_idle_s", self.engine.wired_idle_s, 0..=MAX_WIRED_IDLE_S)?;
         within("engine.policy_threads", self.engine.policy_threads as u64, 0..=MAX_THREADS)?;
         within("engine.queue", queue as u64, 1..=MAX_QUEUE)?;
         if prompt_bytes > 0 {

@@ -10,6 +10,7 @@ mod activity;
 mod cache;
 pub mod config;
 mod decode;
+mod device;
 mod draft;
 mod engine;
 mod engine_thread;

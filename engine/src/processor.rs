@@ -21,7 +21,20 @@ pub fn sysctl(name: &str) -> Option<String> {
     if !cfg!(target_os = "macos") {
         return None;
     }
-    let output = std::process::Command::new("/usr/sbin/sysctl").args(["-n", name]).output().ok()?;
+    output("/usr/sbin/sysctl", &["-n", name])
+}
+
+/// What macOS registers of the GPU of an Apple chip, as text.
+pub fn gpu_registry() -> Option<String> {
+    if !cfg!(target_os = "macos") {
+        return None;
+    }
+    output("/usr/sbin/ioreg", &["-rc", "AGXAccelerator", "-k", "gpu-core-count", "-d1"])
+}
+
+/// What a program prints, if that is not empty.
+fn output(program: &str, arguments: &[&str]) -> Option<String> {
+    let output = std::process::Command::new(program).args(arguments).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
     (!text.is_empty()).then_some(text)
 }

@@ -308,21 +308,44 @@ pub fn version() -> String {
 
 /// The name of the first GPU, if MLX knows it.
 pub fn gpu_name() -> Option<String> {
-    // SAFETY: the device and its info are freed once, after the name was copied; the keys end with a zero byte.
+    gpu_text(c"device_name")
+}
+
+/// A text that MLX reports of the first GPU. `None` without a GPU, and if its system does not report `key`.
+pub fn gpu_text(key: &CStr) -> Option<String> {
+    with_gpu_info(|info| {
+        let mut text: *const c_char = std::ptr::null();
+        // SAFETY: the info is alive, and the key ends with a zero byte.
+        let status = unsafe { mlx_device_info_get_string(&raw mut text, info, key.as_ptr()) };
+        if status != 0 || text.is_null() {
+            return None;
+        }
+        // SAFETY: not null, ends with a zero byte, and belongs to the info.
+        Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    })
+}
+
+/// A number that MLX reports of the first GPU. `None` without a GPU, and if its system does not report `key`.
+pub fn gpu_number(key: &CStr) -> Option<u64> {
+    with_gpu_info(|info| {
+        let mut number = 0;
+        // SAFETY: the info is alive, and the key ends with a zero byte.
+        let status = unsafe { mlx_device_info_get_size(&raw mut number, info, key.as_ptr()) };
+        (status == 0).then_some(number as u64)
+    })
+}
+
+/// Calls `read` with what MLX reports of the first GPU.
+fn with_gpu_info<T>(read: impl FnOnce(mlx_device_info) -> Option<T>) -> Option<T> {
+    // SAFETY: the device and its info are freed once, after they were read; `read` cannot keep the handle's data.
     unsafe {
         let device = mlx_device_new_type(mlx_device_type__MLX_GPU, 0);
         let mut info = mlx_device_info_new();
-        let mut name = None;
-        if mlx_device_info_get(&raw mut info, device) == 0 {
-            let mut text: *const c_char = std::ptr::null();
-            let status = mlx_device_info_get_string(&raw mut text, info, c"device_name".as_ptr());
-            if status == 0 && !text.is_null() {
-                name = Some(CStr::from_ptr(text).to_string_lossy().into_owned());
-            }
-        }
+        let status = mlx_device_info_get(&raw mut info, device);
+        let value = if status == 0 { read(info) } else { None };
         mlx_device_info_free(info);
         mlx_device_free(device);
-        name
+        value
     }
 }
 

@@ -22,6 +22,8 @@ use super::warm_up::{prepare_kernels, warm_up};
 use crate::activity::ActivityReporter;
 use crate::cache::Cache;
 use crate::config::{Config, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
+use crate::device::chip::Chip;
+use crate::device::{DeviceInfo, wired};
 use crate::engine::Info;
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
@@ -166,11 +168,21 @@ pub fn load(
             section: &section,
         },
     )?;
+    keep_wired(on_cpu, config.engine.wired_idle_s)?;
     if !on_cpu {
         loading::stage("warming up");
         warm_up(&mut decoder);
     }
     Ok((decoder, info))
+}
+
+/// Has the arrays of models in use wired, up to the limit on all arrays, where a GPU shares the machine's memory.
+fn keep_wired(on_cpu: bool, idle_s: u64) -> Result<()> {
+    let limit = mlx_rs::memory::memory_limit()? as u64;
+    let info = if on_cpu { None } else { DeviceInfo::of_gpu() };
+    let bytes = info.map_or(0, |info| info.wired_bytes(limit));
+    wired::configure(bytes, Duration::from_secs(idle_s));
+    Ok(())
 }
 
 /// Loads the model, compiles its kernels and runs it once; returns it with its digest.
@@ -348,7 +360,8 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     }
 }
 
-/// Requests that run at the same time: as configured, or [`RUNNING`].
+/// Requests that run at the same time: as configured, or [`RUNNING`], or fewer on a chip for which they are enough.
 pub fn max_running(configured: usize) -> usize {
-    if configured == 0 { RUNNING } else { configured }
+    let by_chip = || Chip::of_gpu().map_or(RUNNING, |chip| chip.max_running(RUNNING));
+    if configured == 0 { by_chip() } else { configured }
 }

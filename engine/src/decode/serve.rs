@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::choices::start_choices;
 use super::{Decoder, memory, preparation};
 use crate::activity::MemoryUse;
+use crate::device::wired;
 use crate::error::{Error, RequestError, catch_panic};
 use crate::grammar::Grammars;
 use crate::request::Request;
@@ -46,6 +47,7 @@ impl Decoder {
     }
 
     fn serve(&mut self) {
+        let wired = wired::begin();
         loop {
             let nothing_runs = self.schedule.has_no_sequence();
             if nothing_runs && self.policies.finishing() >= self.schedule.max_running() {
@@ -59,7 +61,7 @@ impl Decoder {
             if nothing_runs && self.schedule.awaiting_count() == 0 {
                 let next = match self.schedule.queue().first() {
                     Next::Nothing if self.prefetch_chunk() => continue,
-                    Next::Nothing => self.schedule.queue().wait_for_next(),
+                    Next::Nothing => wired.while_idle(|| self.schedule.queue().wait_for_next()),
                     next => next,
                 };
                 match next {

@@ -17,10 +17,12 @@ use steersman_cpu_kernels::{
 
 use crate::config::{self, Config};
 use crate::decode::max_running;
+pub use crate::device::chip::Chip;
+use crate::device::chip::gpu_cores;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::Capability;
 use crate::model::choose_device;
-use crate::processor::isa_name;
+use crate::processor::{gpu_registry, isa_name};
 pub use crate::processor::{processor, sysctl};
 use crate::schedule::memory;
 
@@ -57,6 +59,10 @@ pub struct Machine {
     pub gpu: Option<String>,
     /// What computes f32 products on the CPU: OpenBLAS's configuration, or `None` for MLX's own BLAS.
     pub blas: Option<String>,
+    /// The Apple chip that computes, if it is one that the table knows.
+    pub chip: Option<Chip>,
+    /// Number of its GPU cores, if the system tells.
+    pub gpu_cores: Option<u32>,
     /// Instructions of our own kernels for the CPU.
     pub cpu_kernels: &'static str,
     /// Compute capability for which our own CUDA kernels run; `None` if they do not.
@@ -93,6 +99,8 @@ impl Machine {
             on_cpu,
             gpu: if on_cpu { None } else { mlx_sys::gpu_name() },
             blas: mlx_sys::blas(),
+            chip: Chip::named(&processor()).copied(),
+            gpu_cores: gpu_registry().and_then(|registry| gpu_cores(&registry)),
             cpu_kernels: isa_name(Isa::best()),
             cuda_kernels: own.then(Capability::of_device).flatten().map(|c| c.to_string()),
             cores: max_threads(),

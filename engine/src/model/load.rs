@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 use super::storage::Storage;
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
+use crate::device::{self, DeviceInfo};
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::{self, Capability};
@@ -66,7 +67,9 @@ const GPU_BUFFER_CACHE_BYTES: usize = 4 << 30;
 
 /// [`GPU_BUFFER_CACHE_BYTES`], or an eighth of a small memory.
 fn gpu_buffer_cache_bytes() -> Result<usize> {
-    Ok(GPU_BUFFER_CACHE_BYTES.min(memory::memory_limit()? / 8))
+    let limit = memory::memory_limit()? as u64;
+    let (limit, _) = device::array_limit(limit, DeviceInfo::of_gpu().as_ref());
+    Ok(GPU_BUFFER_CACHE_BYTES.min(usize::try_from(limit / 8).unwrap_or(usize::MAX)))
 }
 
 impl Loaded {

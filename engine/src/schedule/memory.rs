@@ -5,10 +5,10 @@
 //! step takes, and what a sequence may still take. `preempt.rs` decides by these sums. The prefix cache
 //! is evicted first to make room.
 //!
-//! The limit is `engine.memory_limit_bytes`, or what is least of: what MLX itself takes as its limit (a
-//! part of the machine's memory, or of the GPU's), the limit of the cgroup, and `RLIMIT_AS` and
-//! `RLIMIT_DATA` of the process. From the last three, what the process holds besides arrays after
-//! loading is subtracted, and a [`RESERVE`] for what it will hold.
+//! The limit is `engine.memory_limit_bytes`, or what is least of: what the machine has for arrays
+//! ([`device::array_limit`]), the limit of the cgroup, and `RLIMIT_AS` and `RLIMIT_DATA` of the process.
+//! From the last three, what the process holds besides arrays after loading is subtracted, and a
+//! [`RESERVE`] for what it will hold.
 //!
 //! What a pass takes besides the cache is measured: at the start (`decode/probe.rs`), and on every chunk of a
 //! prompt. It grows with the rows, and where attention is not fused, with rows times positions.
@@ -29,6 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::Cache;
 use crate::config::{self, Config};
+use crate::device::{self, DeviceInfo};
 use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::model::on_cpu;
 use crate::sequence::STEP_ROWS;
@@ -384,11 +385,17 @@ pub fn check_weights(configured: u64, folder: &Path) -> Result<()> {
 
 /// Most bytes of arrays, and what sets this limit.
 pub fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
-    let mut limits = vec![(machine_limit()?, "the machine's memory")];
-    if configured > 0 {
-        limits = vec![(configured, "engine.memory_limit_bytes")];
-    }
-    let arrays = active()?;
+    let machine = match configured {
+        0 => device::array_limit(machine_limit()?, DeviceInfo::of_gpu().as_ref()),
+        bytes => (bytes, "engine.memory_limit_bytes"),
+    };
+    let limits = process_limits(active()?);
+    Ok(limits.into_iter().chain([machine]).min().expect("there is at least one limit"))
+}
+
+/// The limits on the process and its container, as far as they bound `arrays` bytes of arrays and further ones.
+fn process_limits(arrays: u64) -> Vec<(u64, &'static str)> {
+    let mut limits = Vec::new();
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let rlimits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     for (name, limit, used, reserve) in [
@@ -402,7 +409,7 @@ pub fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
     if let Some((limit, used)) = cgroup() {
         limits.push((for_arrays(limit, used, arrays, RESERVE), "the cgroup's memory.max"));
     }
-    Ok(limits.into_iter().min().expect("there is at least one limit"))
+    limits
 }
 
 /// MLX's own limit. [`Memory::set_limit`] replaces it, so that of an earlier engine of this process

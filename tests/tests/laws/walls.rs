@@ -26,6 +26,7 @@ const WALLS: [(&str, &[&str]); 7] = [
             "engine/mlx-sys/",
             "engine/src/cache",
             "engine/src/decode",
+            "engine/src/device",
             "engine/src/draft",
             "engine/src/kernels",
             "engine/src/lazy.rs",
