@@ -18,6 +18,7 @@ mod error;
 mod file;
 mod grammar;
 mod job;
+mod kernel_check;
 mod kernels;
 mod lazy;
 mod live;
@@ -47,6 +48,7 @@ pub use steersman_policy_host as policy;
 /// Commands over a model or a prefix store, without a running engine.
 pub mod tools {
     pub use crate::decode::Decoder;
+    pub use crate::kernel_check::{Outcome, Outcomes, check_all};
     pub use crate::measure::{calibrate, machine, passes, verify};
     pub use crate::schedule::memory::Machine;
     pub use crate::store::{

@@ -21,13 +21,16 @@ use super::threads::Products;
 use super::warm_up::{prepare_kernels, warm_up};
 use crate::activity::ActivityReporter;
 use crate::cache::Cache;
-use crate::config::{Config, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
+use crate::config::{
+    Config, EngineConfig, MachineCosts, ModelConfig, SpeculationConfig, StoreConfig,
+};
 use crate::device::chip::Chip;
 use crate::device::{DeviceInfo, wired};
 use crate::engine::Info;
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
-use crate::kernels::cuda;
+use crate::kernel_check;
+use crate::kernels::{self, cuda};
 use crate::loading;
 use crate::model::{Loaded, Model, WeightsDigest};
 use crate::policy::Policies;
@@ -75,6 +78,7 @@ pub fn load(
     memory::check_weights(config.engine.memory_limit_bytes, folder)?;
     let before_weights = memory::active()?;
     let text = Text::load(folder)?;
+    check_kernels(&config, data)?;
     let (loaded, digest) = load_weights(&config.model, folder, data)?;
     let Loaded { model, family, embeddings, on_cpu, dtype, own_kernels, numbers, .. } = loaded;
     let text = text
@@ -185,11 +189,25 @@ fn keep_wired(on_cpu: bool, idle_s: u64) -> Result<()> {
     Ok(())
 }
 
+/// Turns own kernels off that differ from their references on this device. With a constant profile none is checked.
+fn check_kernels(config: &Config, data: &Path) -> Result<()> {
+    cuda::keep_in(data.join("kernels"));
+    match config.machine {
+        MachineCosts::Measured => {
+            loading::stage("checking kernels");
+            kernel_check::apply(&config.model, data)
+        }
+        MachineCosts::Fixed => {
+            kernels::turn_off([]);
+            Ok(())
+        }
+    }
+}
+
 /// Loads the model, compiles its kernels and runs it once; returns it with its digest.
 fn load_weights(config: &ModelConfig, folder: &Path, data: &Path) -> Result<(Loaded, [u8; 32])> {
     // Hashed while the model is loaded from them.
     let weights = WeightsDigest::start(folder, data)?;
-    cuda::keep_in(data.join("kernels"));
     let loaded = crate::model::load(folder, config)?;
     let digest = loaded.digest(weights.finish()?);
     loading::stage("compiling kernels");

@@ -6,10 +6,12 @@
 
 pub mod cpu;
 pub mod cuda;
+mod switch;
 #[cfg(test)]
 mod tests;
 mod views;
 
+pub use self::switch::{KernelKind, turn_off};
 pub use self::views::{
     DENSE_ROWS, DeltaView, ExpertsView, HeadsView, Input, Mode, NormView, Outputs, PackedView,
     Quantization, RotationView, SharedGate,
@@ -17,7 +19,7 @@ pub use self::views::{
 
 use mlx_rs::{Array, fast};
 
-use crate::cache::{Buffers, Element, RewindKernels, Span, Writes};
+use crate::cache::{Buffers, Element, RewindKernels, Span, Writes, WritesOf};
 use crate::error::Result;
 
 impl NormView<'_> {
@@ -60,6 +62,9 @@ pub fn gated_delta(
     before: [&[&Element]; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {
+    if !KernelKind::GatedDelta.is_on() {
+        return Ok(None);
+    }
     match cpu::gated_delta(layer, x, before, record) {
         Some(rows) => rows.map(Some),
         None => cuda::gated_delta(layer, x, before, record),
@@ -67,8 +72,22 @@ pub fn gated_delta(
 }
 
 /// Kernels that rewind recurrent layers, for [`Recurrent::with_kernels`](crate::cache::Recurrent::with_kernels).
-pub const REWIND: RewindKernels =
-    RewindKernels { rewind: cuda::rewind, replay: cpu::replay, rows_of: cpu::rows_of };
+pub const REWIND: RewindKernels = RewindKernels { rewind, replay, rows_of: cpu::rows_of };
+
+/// [`RewindKernels::rewind`] on a GPU.
+fn rewind(
+    before: [&Element; 2],
+    writes: &WritesOf,
+    x: &Element,
+    keep: i32,
+) -> Result<Option<[Array; 2]>> {
+    if KernelKind::Rewind.is_on() { cuda::rewind(before, writes, x, keep) } else { Ok(None) }
+}
+
+/// [`RewindKernels::replay`] on a CPU.
+fn replay(state: &Element, writes: &WritesOf, rows: i32) -> Option<Result<Array>> {
+    if KernelKind::Rewind.is_on() { cpu::replay(state, writes, rows) } else { None }
+}
 
 /// A span's rows, and where their keys and values go.
 #[derive(Debug, Clone, Copy)]
@@ -93,7 +112,9 @@ pub struct HeadsRows {
 
 /// Returns true if there is a kernel for these heads and the rows of `spans`.
 pub fn has_heads(heads: &HeadsView<'_>, projected: &Outputs<3>, spans: &[Span<'_>]) -> bool {
-    cpu::has_heads(heads, projected) || cuda::has_heads(heads, spans)
+    KernelKind::Heads.is_on()
+        && (cpu::has_heads(heads, projected)
+            || (KernelKind::Attention.is_on() && cuda::has_heads(heads, spans)))
 }
 
 /// Writes keys and values of all rows to `destinations`, and returns the attention of their queries, times the sigmoid of

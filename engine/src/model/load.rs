@@ -126,13 +126,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         config::Compile::Off => false,
     };
     compile_steps(compile);
-    let kernels = if on_cpu || config.kernels == config::Kernels::Mlx {
-        None
-    } else {
-        Capability::of_device()
-    };
-    let kernels = cuda::enable(kernels);
-    cpu::enable(on_cpu && config.kernels == config::Kernels::Auto);
+    let kernels = enable_kernels(config, on_cpu);
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 
@@ -200,6 +194,15 @@ pub fn choose_device(configured: config::Device) -> Result<bool> {
     let on_cpu = on_cpu(configured)?;
     Device::set_default(&if on_cpu { Device::cpu() } else { Device::gpu() });
     Ok(on_cpu)
+}
+
+/// Makes layers on this thread use our own kernels of the device, if `config` allows it. Returns the CUDA device for
+/// which there are some.
+pub fn enable_kernels(config: &ModelConfig, on_cpu: bool) -> Option<Capability> {
+    let is_allowed = config.kernels == config::Kernels::Auto;
+    cpu::enable(on_cpu && is_allowed);
+    let capability = if on_cpu || !is_allowed { None } else { Capability::of_device() };
+    cuda::enable(capability)
 }
 
 /// Whether MLX is to compute on the CPU.

@@ -51,7 +51,7 @@ mod tests;
 mod weights;
 
 pub use digest::WeightsDigest;
-pub use load::{Loaded, choose_device, load, on_cpu};
+pub use load::{Loaded, choose_device, enable_kernels, load, on_cpu};
 pub use pass::Pass;
 pub use weights::Weights;
 

@@ -28,7 +28,7 @@ const HOUSES: [House; 3] = [
             ("config", "error request"),
             (
                 "decode",
-                "activity cache config device draft engine engine_thread error file grammar job kernels lazy live loading model nn prefix processor request sample schedule sequence store text",
+                "activity cache config device draft engine engine_thread error file grammar job kernel_check kernels lazy live loading model nn prefix processor request sample schedule sequence store text",
             ),
             ("device", ""),
             ("draft", "cache config error kernels lazy model nn request sample"),
@@ -38,6 +38,7 @@ const HOUSES: [House; 3] = [
             ("file", ""),
             ("grammar", "error request text"),
             ("job", "error request"),
+            ("kernel_check", "cache config error file kernels model nn processor"),
             ("kernels", "cache error file lazy"),
             ("lazy", "error"),
             ("live", ""),
@@ -96,7 +97,7 @@ const HOUSES: [House; 3] = [
         rooms: &[
             (
                 "api",
-                "config connections console keys mcp media_type models shutdown throttle wiring",
+                "config connections console keys mcp media_type models shutdown system throttle wiring",
             ),
             ("bench", "bundled hub verify"),
             ("bundled", ""),
@@ -106,7 +107,7 @@ const HOUSES: [House; 3] = [
             ("config", "hub"),
             ("connections", "config throttle"),
             ("console", ""),
-            ("doctor", "config connections hub"),
+            ("doctor", "config connections hub system verify"),
             ("environment", ""),
             ("exit", ""),
             ("hub", "bundled"),
@@ -122,6 +123,7 @@ const HOUSES: [House; 3] = [
             ("serve", "api config connections console shutdown signals throttle"),
             ("shutdown", ""),
             ("signals", ""),
+            ("system", ""),
             ("telemetry", ""),
             ("throttle", ""),
             ("verify", "config hub"),

@@ -12,7 +12,7 @@ use steersman_cpu_kernels::{
 use super::{ENABLED, elements, list, run, shape, slice_mut};
 use crate::cache::{Element, Writes, WritesOf};
 use crate::error::Result;
-use crate::kernels::{DeltaView, GatedDeltaRows, NormView, Outputs};
+use crate::kernels::{DeltaView, GatedDeltaRows, KernelKind, NormView, Outputs};
 
 /// Whether the kernels are enabled, and all `arrays` are f32.
 pub(super) fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
@@ -21,7 +21,7 @@ pub(super) fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
 
 /// `silu(gate) * up`, element by element. `None` if there is no kernel for the types.
 pub fn swiglu(gate: &Array, up: &Array) -> Option<Result<Array>> {
-    if !fits([gate, up]) || gate.shape() != up.shape() {
+    if !KernelKind::Gate.is_on() || !fits([gate, up]) || gate.shape() != up.shape() {
         return None;
     }
     // SAFETY: `swiglu_of` computes one output from two inputs of its shape.
@@ -45,7 +45,11 @@ unsafe extern "C" fn swiglu_of(views: *const View, count: usize, _: *const i32) 
 /// See [`NormView::forward`]. `None` if there is no kernel for the types.
 pub fn rms_norm(x: &Array, norm: NormView<'_>) -> Option<Result<Array>> {
     let NormView { weight, eps } = norm;
-    if !fits([x, weight]) || x.shape().last() != weight.shape().last() || weight.ndim() != 1 {
+    if !KernelKind::Norm.is_on()
+        || !fits([x, weight])
+        || x.shape().last() != weight.shape().last()
+        || weight.ndim() != 1
+    {
         return None;
     }
     let parameters = [eps.to_bits().cast_signed()];

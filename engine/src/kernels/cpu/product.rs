@@ -13,13 +13,14 @@ use steersman_cpu_kernels::{
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::kernels::{Input, Mode, NormView, PackedView};
+use crate::kernels::{Input, KernelKind, Mode, NormView, PackedView};
 
 /// Returns true if [`products`] can multiply with a matrix.
 pub fn supports(matrix: PackedView<'_>) -> bool {
     let PackedView { words, scales, biases, quantization, .. } = matrix;
     let number = |number: i32| usize::try_from(number).unwrap_or(0);
-    quantization.mode == Mode::Affine
+    KernelKind::Products.is_on()
+        && quantization.mode == Mode::Affine
         && kernels::Packed::supports(number(quantization.bits), number(quantization.group_size))
         && words.ndim() == 2
         && words.dtype() == Dtype::Uint32
@@ -33,7 +34,8 @@ fn has_type(array: &Array) -> bool {
 
 /// Returns true if [`products`] can multiply with a matrix of floats.
 pub fn supports_dense(matrix: &Array) -> bool {
-    matrix.ndim() == 2
+    KernelKind::Products.is_on()
+        && matrix.ndim() == 2
         && has_type(matrix)
         && usize::try_from(matrix.dim(1)).is_ok_and(kernels::Dense::supports)
 }

@@ -71,7 +71,7 @@ pub fn attention(
         && takes(spans.iter().map(|span| (span.rows, span.keys())))
         && [64, 96, 128, 192, 256].contains(&dim)
         && heads % kv_heads == 0;
-    if !is_enabled() || !fits {
+    if !is_enabled() || !fits || !crate::kernels::KernelKind::Attention.is_on() {
         return Ok(None);
     }
     let dtype = q.dtype();

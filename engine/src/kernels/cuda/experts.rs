@@ -138,6 +138,7 @@ pub fn experts(
     let Some((gate_kind, gate_arrays)) = shared_gate(moe.shared_gate, x) else { return Ok(None) };
     let [count, f] = [gate[0].dim(0), gate[0].dim(1)];
     let fits = is_enabled()
+        && crate::kernels::KernelKind::Experts.is_on()
         && rows <= ROWS
         && moe.top_k <= TOP_K
         && count <= EXPERTS

@@ -96,6 +96,7 @@ impl Tiled {
         let fits = matrix.quantization == QUANTIZATION
             && types == [Dtype::Bfloat16; 3]
             && outputs >= TILE
+            && crate::kernels::KernelKind::Products.is_on()
             && enabled().is_some_and(|device| set.block(device).is_some());
         if !fits {
             return Ok(None);
