@@ -75,7 +75,7 @@ fn return_unused() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: `malloc_trim` takes any number, and may be called on any thread.
     unsafe {
-        nix::libc::malloc_trim(0);
+        libc::malloc_trim(0);
     }
     #[cfg(target_os = "macos")]
     {

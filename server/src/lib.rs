@@ -21,13 +21,14 @@
 //! connections.rs limits on open connections
 //! telemetry.rs traces for OpenTelemetry
 //! wiring.rs    what a running server has besides its configuration
+//! system.rs    memory, load and temperature of this machine, for `/health` and `steersman doctor`
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
 //! cache.rs     `steersman cache`: manages the prefix store
 //! local.rs     a server in this process, for `steersman chat` and `steersman run`
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
-//! doctor/      its parts: chosen settings, files and network; `steersman init`
+//! doctor/      its parts: chosen settings, files and network, what a chip can reach, the report for others; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! bench.rs, bench/ `steersman bench model`, times of a model's passes, and `bench shape`, checkpoints with random weights
 //! log.rs       the log on stderr
@@ -68,6 +69,7 @@ pub mod reload;
 pub mod serve;
 pub mod shutdown;
 pub mod signals;
+pub mod system;
 pub mod telemetry;
 mod throttle;
 pub mod verify;

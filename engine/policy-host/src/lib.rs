@@ -65,7 +65,7 @@ pub use registry::{
     Session, Use, Withdrawn, schema_beside,
 };
 pub use sandbox::{
-    COMPONENT_BYTES, CompilerLimits, Component, Context, Host, Instance, LimitedBy,
+    COMPONENT_BYTES, CompilerLimits, Component, Context, Host, Instance, LimitedBy, ProcessUsage,
     compile_if_asked, compiler_limits, this_program,
 };
 pub use schema::{Kind, ParamSchema, Schema, conform, nearest};

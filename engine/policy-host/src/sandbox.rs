@@ -59,7 +59,8 @@ mod state;
 mod ticker;
 
 pub use compile::{
-    CompilerLimits, LimitedBy, Urgency, compile_if_asked, compiler_limits, this_program,
+    CompilerLimits, LimitedBy, Urgency, Usage as ProcessUsage, compile_if_asked, compiler_limits,
+    this_program,
 };
 pub use component::{COMPONENT_BYTES, Component, Instance};
 pub use context::Context;

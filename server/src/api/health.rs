@@ -20,6 +20,7 @@ use super::error::ApiError;
 use super::metrics::{self, OPEN_METRICS};
 use super::models::STATES;
 use crate::connections::Connection;
+use crate::system::Load;
 
 /// Longest preparation of a request after which `/health` says that the server does not advance. Each step of it has
 /// a limit of its own, the longest that of compiling a form.
@@ -36,6 +37,8 @@ pub struct Health {
     waiting: usize,
     engines: Vec<EngineHealth>,
     models: Vec<ModelHealth>,
+    /// This process, and how busy and warm the machine is.
+    machine: Load,
     /// Policies of profiles that fail in every request, since no version of them is active.
     inactive_policies: Vec<InactivePolicy>,
 }
@@ -103,6 +106,7 @@ pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> 
         waiting: engines.iter().map(Engine::waiting).sum(),
         engines: engines.iter().map(EngineHealth::from).collect(),
         models: models.into_iter().map(ModelHealth::from).collect(),
+        machine: Load::now(),
         inactive_policies: policies.into_iter().filter_map(inactive).collect(),
     }))
 }

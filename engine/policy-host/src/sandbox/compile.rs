@@ -39,7 +39,7 @@ pub use child::compile_if_asked;
 use child::{COMPILE, REFUSED, compile};
 use program::Program;
 pub use program::this_program;
-use usage::Usage;
+pub use usage::Usage;
 
 /// Processor time, in seconds, to compile a component of at most [`SMALL_BYTES`].
 const SECONDS: u64 = 8;

@@ -1,4 +1,4 @@
-//! What another process uses: its memory and its processor time.
+//! What a process uses: its memory and its processor time.
 
 #![allow(unsafe_code, reason = "macOS answers through a pointer")]
 
