@@ -5,6 +5,8 @@
 mod choice;
 mod init;
 mod place;
+mod reach;
+mod report;
 
 use std::fmt;
 use std::io::Write;
@@ -22,7 +24,10 @@ pub use self::choice::Choice;
 use self::choice::choices;
 pub use self::init::init;
 use self::place::{DataFolder, Hub, Port};
+use self::reach::{ChipReach, ModelReach};
+pub use self::report::write as write_report;
 use crate::config::{FileConfig, ServerConfig};
+use crate::system::{self, Load};
 
 /// What the command reports.
 #[derive(Debug, Clone, Serialize)]
@@ -32,6 +37,10 @@ pub struct Report {
     machine: Hardware,
     mlx: Mlx,
     speed: Measured,
+    /// What the chip can reach, if the table of chips has it.
+    chip: Option<ChipReach>,
+    /// What one request of the configured model can reach, if its files are here.
+    model: Option<ModelReach>,
     policies: Policies,
     data_folder: DataFolder,
     hub: Hub,
@@ -43,14 +52,19 @@ pub struct Report {
 
 #[derive(Debug, Clone, Serialize)]
 struct Hardware {
+    /// Operating system.
+    os: String,
     processor: String,
     /// That this process may use.
     cores: usize,
     memory_bytes: u64,
     /// That programs can get now.
     available_bytes: u64,
-    /// Processes that ran or waited for a core in the last minute, on average, before the measurements.
-    load: Option<f64>,
+    /// Before the measurements.
+    #[serde(flatten)]
+    load: Load,
+    /// What powers a Mac.
+    power_source: Option<String>,
     gpu: Option<String>,
 }
 
@@ -105,13 +119,15 @@ pub fn run(file: FileConfig, data_dir: &Path, json: bool, out: &mut impl Write) 
 impl Report {
     fn new(server: &ServerConfig, config: &Config, data_dir: &Path) -> Result<Self> {
         let machine = Machine::inspect(config).context("inspecting the device")?;
-        let (memory_bytes, available_bytes) = place::memory();
+        let (memory_bytes, available_bytes) = system::memory();
         let hardware = Hardware {
+            os: system::os(),
             processor: machine::processor(),
             cores: machine.cores,
             memory_bytes,
             available_bytes,
-            load: place::load(),
+            load: Load::now(),
+            power_source: system::power_source(),
             gpu: machine.gpu.clone(),
         };
         // The hub may take its time to answer, or not to.
@@ -121,7 +137,11 @@ impl Report {
         });
         let Speed { read_bytes, product_flops, packed_bytes } = speed.context("measuring")?;
         let hub = hub.map_err(|_| anyhow!("asking the hub panicked"))?;
+        let chip = machine.chip.map(|chip| ChipReach::new(&chip, machine.gpu_cores, read_bytes));
+        let model = ModelReach::of_configured(config, data_dir, read_bytes, chip.as_ref());
         let mut report = Self {
+            chip,
+            model,
             version: env!("CARGO_PKG_VERSION"),
             machine: hardware,
             speed: Measured {
@@ -168,7 +188,7 @@ impl Report {
                     .into(),
             );
         }
-        if let Some(load) = self.machine.load
+        if let Some(load) = self.machine.load.load
             && load >= self.machine.cores as f64
         {
             advice.push(format!(
@@ -176,6 +196,17 @@ impl Report {
                  repeat this when it is quiet",
                 self.machine.cores
             ));
+        }
+        if let Some(pressure) = self.machine.load.thermal_pressure.filter(|name| *name != "nominal")
+        {
+            advice.push(format!(
+                "the machine is warm, and the system slows it down (thermal pressure: {pressure}): let it cool"
+            ));
+        }
+        if self.machine.power_source.as_deref().is_some_and(|source| source.contains("Battery")) {
+            advice.push(
+                "the machine runs on its battery, and may be slower: connect it to power".into(),
+            );
         }
         if on_cpu && self.mlx.cpu_kernels == "portable" {
             advice.push(
@@ -267,6 +298,12 @@ impl Report {
                     DecimalBytes(packed as u64)
                 ),
             )?;
+        }
+        if let Some(chip) = &self.chip {
+            line("chip", chip.to_string())?;
+        }
+        if let Some(model) = &self.model {
+            line("model", model.to_string())?;
         }
         line("policies", policies.to_string())?;
         line("data folder", data_folder.to_string())?;

@@ -199,9 +199,17 @@ struct Run {
 struct Doctor {
     #[command(flatten)]
     common: Common,
+    /// Model whose speed is estimated, or which a report tries: a local folder or a Hugging Face repo id [default: the
+    /// configured model, or for a report else the bundled one]
+    #[arg(value_name = "PATH|REPO")]
+    model: Option<String>,
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Try kernels, decoding paths and passes on this machine, which takes minutes, and write what an owner of it can send
+    /// to the project: no paths, no keys, no texts
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    report: Option<PathBuf>,
 }
 
 #[derive(Args)]
@@ -602,9 +610,15 @@ fn with_server(
 }
 
 fn doctor(options: Doctor) -> Result<()> {
-    let Doctor { common, json } = options;
+    let Doctor { common, model, json, report } = options;
+    if let Some(path) = report {
+        let (file, data_dir) = common.read(model)?;
+        // Not locked: loading prints a line.
+        return doctor::write_report(file, &data_dir, &path, &mut std::io::stdout());
+    }
     let mut file = configured(common.place.config.as_deref())?;
     file.model.device = common.device.unwrap_or(file.model.device);
+    file.model.path = model.unwrap_or(file.model.path);
     doctor::run(file, &common.place.data_dir()?, json, &mut std::io::stdout().lock())
 }
 

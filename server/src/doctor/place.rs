@@ -10,7 +10,6 @@ use std::time::Duration;
 use indicatif::BinaryBytes;
 use serde::Serialize;
 use serde_json::Value;
-use steersman_engine::tools::machine::sysctl;
 
 use crate::config::ServerConfig;
 use crate::hub;
@@ -248,22 +247,6 @@ fn free_bytes(folder: &Path) -> Option<u64> {
 #[cfg(not(unix))]
 fn free_bytes(_folder: &Path) -> Option<u64> {
     None
-}
-
-/// Bytes of memory, and those that programs can get now.
-pub fn memory() -> (u64, u64) {
-    let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |name: &str| {
-        let line = info.lines().find_map(|line| line.strip_prefix(name))?;
-        Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
-    };
-    let total = field("MemTotal:").or_else(|| sysctl("hw.memsize")?.parse().ok()).unwrap_or(0);
-    (total, field("MemAvailable:").unwrap_or(total))
-}
-
-/// The load of the last minute.
-pub fn load() -> Option<f64> {
-    fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
 /// Whether the driver of an NVIDIA GPU is loaded.
