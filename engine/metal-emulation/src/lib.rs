@@ -1,0 +1,258 @@
+//! Runs Metal kernels on a CPU, for tests.
+//!
+//! A kernel's text is compiled as C++ when it is first used, with `emulation.h` before it, and loaded. The header has the
+//! threads, barriers and collectives of Metal, and finds races and indices of threadgroup memory that are out of bounds.
+//! This file checks the buffers: nothing is written beside an output, every element of an output is written, and what is
+//! read beside an input is not a number. It shows that a text computes what it should, under several orders of threads. It
+//! does not show that Apple's compiler accepts the text, nor how fast it is.
+//!
+//! Needs a C++ compiler (`CXX`, or `c++`). Compiled texts stay beside the running program, in `metal-emulation/`.
+
+#![allow(unsafe_code, reason = "loads and calls compiled C++")]
+
+use std::ffi::{CStr, OsString, c_char, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::{env, fs, process};
+
+use libloading::Library;
+
+const HEADER: &str = include_str!("emulation.h");
+
+/// Bytes before and after each buffer that nothing may write, and that are not a number if they are read.
+const MARGIN: usize = 4096;
+
+/// Each byte of a margin.
+const MARGIN_BYTE: u8 = 0xff;
+
+/// The first bytes of an element that was not written: not a number in every type of float.
+const UNWRITTEN: [u8; 4] = [0xa5, 0xff, 0xa5, 0xff];
+
+/// The order of threads in further launches.
+static ORDER: AtomicU32 = AtomicU32::new(0);
+
+/// A library has one launch at a time: its fibers are global.
+static LAUNCH: Mutex<()> = Mutex::new(());
+
+/// Runs a kernel: reads the inputs, fills the outputs, with a grid of threads along x, y and z, and threadgroups of some of
+/// them. Fails with a sentence that names the fault.
+pub type Launch =
+    Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], [u32; 3], [u32; 3]) -> Result<(), String> + Send + Sync>;
+
+type Entry = unsafe extern "C" fn(*const *mut c_void, *const u32, *const u32, u32) -> *const c_char;
+
+/// The order in which the threads of a threadgroup run between barriers and collectives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// The first thread first.
+    Ascending,
+    /// The last thread first.
+    Descending,
+    /// Another order each time, and simdgroups that drift apart.
+    Random(u16),
+}
+
+/// Sets the order of threads in further launches of the process. The default is ascending.
+pub fn set_order(order: Order) {
+    let number = match order {
+        Order::Ascending => 0,
+        Order::Descending => 1,
+        Order::Random(seed) => u32::from(seed) + 2,
+    };
+    ORDER.store(number, Ordering::Relaxed);
+}
+
+/// Compiles the body of a kernel, with `header` before it. Inputs and outputs are given by the type of an element and the
+/// name.
+///
+/// # Errors
+/// What the compiler says, or why there is none.
+pub fn compile(
+    header: &str,
+    body: &str,
+    inputs: &[[&str; 2]],
+    outputs: &[[&str; 2]],
+) -> Result<Launch, String> {
+    let library = build(&text(header, body, inputs, outputs))?;
+    // SAFETY: the text defines a function of this name and type, which lives as long as the library.
+    let entry: Entry =
+        unsafe { *library.get::<Entry>(b"emulation_launch\0").map_err(|error| error.to_string())? };
+    let sizes: Vec<usize> = outputs.iter().map(|[kind, _]| element_size(kind)).collect();
+    let counts = [inputs.len(), outputs.len()];
+    Ok(Box::new(move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], grid, group| {
+        // The library stays loaded.
+        let _ = &library;
+        assert_eq!([inputs.len(), outputs.len()], counts, "a buffer for each name");
+        run(entry, &sizes, inputs, outputs, [grid, group])
+    }))
+}
+
+/// The whole text: names of the buffers as variables, the body, and the function that is called.
+fn text(header: &str, body: &str, inputs: &[[&str; 2]], outputs: &[[&str; 2]]) -> String {
+    let mut declared = String::new();
+    let mut set = String::new();
+    let names = inputs.iter().map(|name| ("const ", name));
+    for (i, (is_const, [kind, name])) in
+        names.chain(outputs.iter().map(|name| ("", name))).enumerate()
+    {
+        declared += &format!("static {is_const}{kind}* {name};\n");
+        set += &format!("  {name} = static_cast<{kind}*>(buffers[{i}]);\n");
+    }
+    format!(
+        "{HEADER}\n{declared}\n{header}\nstatic void emulation::body() {{\n#line 1 \"body\"\n{body}\n}}\n\
+         extern \"C\" const char* emulation_launch(void* const* buffers, const uint* grid, const uint* size, uint32_t \
+         order) {{\n{set}  return emulation::run(grid, size, order);\n}}\n"
+    )
+}
+
+fn element_size(kind: &str) -> usize {
+    match kind {
+        "uchar" => 1,
+        "bfloat" | "half" | "ushort" => 2,
+        _ => 4,
+    }
+}
+
+/// The library of a text, built unless it was built before.
+fn build(text: &str) -> Result<Library, String> {
+    let failed = |what: &str, error: std::io::Error| format!("cannot {what}: {error}");
+    let program = env::current_exe().map_err(|error| failed("find the program", error))?;
+    let folder = program.parent().unwrap_or(Path::new(".")).join("metal-emulation");
+    fs::create_dir_all(&folder).map_err(|error| failed("create a folder for kernels", error))?;
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    let library = folder.join(format!("{:016x}.so", hasher.finish()));
+    if !library.exists() {
+        // Tests of several processes may build the same text.
+        let own = library.with_extension(format!(
+            "{}-{:?}.tmp",
+            process::id(),
+            std::thread::current().id()
+        ));
+        call_compiler(text, &own)?;
+        fs::rename(&own, &library).map_err(|error| failed("name a library", error))?;
+    }
+    // SAFETY: the library has no initializers.
+    unsafe { Library::new(&library) }.map_err(|error| error.to_string())
+}
+
+fn call_compiler(text: &str, library: &PathBuf) -> Result<(), String> {
+    let compiler = env::var_os("CXX").unwrap_or_else(|| OsString::from("c++"));
+    let mut child = Command::new(&compiler)
+        .args([
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-ffp-contract=off",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+        ])
+        .arg(library)
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|error| format!("cannot start {}: {error}", compiler.display()))?;
+    if let Some(mut input) = child.stdin.take() {
+        // A compiler that ends early explains why on stderr.
+        let _ = input.write_all(text.as_bytes());
+    }
+    let output = child.wait_with_output().map_err(|error| format!("the compiler: {error}"))?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    Ok(())
+}
+
+/// A copy of a buffer with margins.
+struct Guarded {
+    /// Words, for alignment.
+    words: Vec<u64>,
+    length: usize,
+}
+
+impl Guarded {
+    fn new(length: usize) -> Self {
+        let words = (2 * MARGIN + length).div_ceil(8);
+        Self { words: vec![u64::from_ne_bytes([MARGIN_BYTE; 8]); words], length }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        let count = self.words.len() * 8;
+        // SAFETY: the words have as many bytes, and bytes have no alignment.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), count) }
+    }
+
+    fn content(&mut self) -> &mut [u8] {
+        let end = MARGIN + self.length;
+        &mut self.bytes()[MARGIN..end]
+    }
+
+    fn has_clean_margins(&mut self) -> bool {
+        let end = MARGIN + self.length;
+        let bytes = self.bytes();
+        bytes[..MARGIN].iter().chain(&bytes[end..]).all(|byte| *byte == MARGIN_BYTE)
+    }
+}
+
+fn run(
+    entry: Entry,
+    sizes: &[usize],
+    inputs: &[&[u8]],
+    outputs: &mut [&mut [u8]],
+    [grid, group]: [[u32; 3]; 2],
+) -> Result<(), String> {
+    let _one = LAUNCH.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut guarded: Vec<Guarded> = Vec::with_capacity(inputs.len() + outputs.len());
+    for input in inputs {
+        let mut copy = Guarded::new(input.len());
+        copy.content().copy_from_slice(input);
+        guarded.push(copy);
+    }
+    for (output, size) in outputs.iter().zip(sizes) {
+        let mut copy = Guarded::new(output.len());
+        for element in copy.content().chunks_mut(*size) {
+            let length = element.len();
+            element.copy_from_slice(&UNWRITTEN[..length]);
+        }
+        guarded.push(copy);
+    }
+    let pointers: Vec<*mut c_void> =
+        guarded.iter_mut().map(|copy| copy.content().as_mut_ptr().cast()).collect();
+    // SAFETY: as many pointers as the text has buffers. A kernel that leaves its buffers by more than the margins ends the
+    // process, or worse: it is a test.
+    let problem = unsafe {
+        entry(pointers.as_ptr(), grid.as_ptr(), group.as_ptr(), ORDER.load(Ordering::Relaxed))
+    };
+    if !problem.is_null() {
+        // SAFETY: not null, and a sentence that ends with a zero byte.
+        return Err(unsafe { CStr::from_ptr(problem) }.to_string_lossy().into_owned());
+    }
+    for (i, copy) in guarded.iter_mut().enumerate() {
+        if !copy.has_clean_margins() {
+            return Err(format!("buffer {i} was written beside its elements"));
+        }
+        let Some(o) = i.checked_sub(inputs.len()) else {
+            if copy.content() != inputs[i] {
+                return Err(format!("input {i} was written"));
+            }
+            continue;
+        };
+        let size = sizes[o];
+        let is_unwritten = |element: &[u8]| size > 1 && *element == UNWRITTEN[..element.len()];
+        if let Some(element) = copy.content().chunks(size).position(is_unwritten) {
+            return Err(format!("element {element} of output {o} was not written"));
+        }
+        outputs[o].copy_from_slice(copy.content());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;
