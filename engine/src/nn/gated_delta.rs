@@ -273,24 +273,38 @@ pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Ar
 pub fn delta_rule_short(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
     let DeltaInputs { q, k, v, log_decay, beta } = x;
     let rows = q.dim(2);
+    if rows == 1 {
+        return delta_rule_one(x, state);
+    }
     let beta = beta.expand_dims(3)?;
-    let running = if rows > 1 { log_decay.cumsum(2, None, None)? } else { log_decay.clone() };
+    let running = log_decay.cumsum(2, None, None)?;
     let grown = exp(&running)?.expand_dims(3)?;
     // Products of keys and queries with the old state, then with the keys.
     let both = concatenate(&[k, q], 2)?;
     let recalled = matmul(&both, state.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
-    let mut correction = v.subtract(recalled[0].multiply(&grown)?)?.multiply(&beta)?;
+    let missing = v.subtract(recalled[0].multiply(&grown)?)?.multiply(&beta)?;
     let near = matmul(&both, k.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
-    let mut seen = near[1].clone();
-    if rows > 1 {
-        let decay = pairwise_decay(&running)?;
-        let a = near[0].multiply(&decay)?.multiply(&beta)?;
-        correction = matmul(invert_unit_lower(&a)?, correction)?;
-        seen = seen.multiply(decay)?;
-    }
+    let decay = pairwise_decay(&running)?;
+    let a = near[0].multiply(&decay)?.multiply(&beta)?;
+    let correction = matmul(invert_unit_lower(&a)?, missing)?;
+    let seen = near[1].multiply(decay)?;
     let y = recalled[1].multiply(&grown)?.add(matmul(seen, &correction)?)?;
     let writes = Writes { k: k.clone(), correction, log_decay: log_decay.clone() };
     Ok((y, delta_write(state, &writes)?, writes))
+}
+
+/// [`delta_rule_short`] of one token, in two products and few other operations: a step is short, and each costs a launch.
+fn delta_rule_one(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
+    let DeltaInputs { q, k, v, log_decay, beta } = x;
+    let decay = exp(log_decay)?.expand_dims(3)?;
+    let recalled = matmul(k, state.swap_axes(2, 3)?)?;
+    let correction = v.subtract(recalled.multiply(&decay)?)?.multiply(beta.expand_dims(3)?)?;
+    // An outer product whose factors are read as the state is: a matrix product would write it first.
+    let written = correction.swap_axes(2, 3)?.multiply(k)?;
+    let state = state.multiply(&decay)?.add(written)?;
+    let y = matmul(q, state.swap_axes(2, 3)?)?;
+    let writes = Writes { k: k.clone(), correction, log_decay: log_decay.clone() };
+    Ok((y, state, writes))
 }
 
 /// e^(G_t - G_i) for i <= t, else 0: [.., T, T] of running sums G [.., T]. Masked before the
