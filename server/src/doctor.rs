@@ -55,7 +55,7 @@ struct Hardware {
     /// Operating system.
     os: String,
     processor: String,
-    /// That this process may use.
+    /// Cores that this process may use.
     cores: usize,
     memory_bytes: u64,
     /// That programs can get now.

@@ -20,9 +20,9 @@ const FILE_SIZE_EXCEEDED: std::ffi::c_int = 25;
 
 /// The signals from now on.
 pub struct Signals {
-    /// Those that stop the server.
+    /// Signals that stop the server.
     pub stop: StopSignals,
-    /// Those that reload its configuration.
+    /// Signals that reload its configuration.
     pub hangups: Hangups,
 }
 

@@ -357,7 +357,7 @@ impl Kernels {
         }
     }
 
-    /// Those of packed matrices of that format.
+    /// The kernels of packed matrices of that format.
     pub fn of_packed(isa: Isa, format: Format) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -377,7 +377,7 @@ impl Kernels {
         }
     }
 
-    /// Those of matrices of such floats.
+    /// The kernels of matrices of such floats.
     pub fn of_floats(isa: Isa, floats: &Floats<'_>) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]

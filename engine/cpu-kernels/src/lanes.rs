@@ -77,7 +77,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Those that this processor has, the fastest first.
+    /// The instruction sets that this processor has, the fastest first.
     pub fn available() -> Vec<Self> {
         let mut isas = Vec::new();
         #[cfg(target_arch = "x86_64")]

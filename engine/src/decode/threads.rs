@@ -69,7 +69,7 @@ pub enum Products {
 }
 
 impl Products {
-    /// Those of a model on a CPU or not, with or without matrices for our own kernels.
+    /// The threads of a model on a CPU or not, with or without matrices for our own kernels.
     pub fn of(on_cpu: bool, own_kernels: bool) -> Self {
         match (on_cpu, own_kernels) {
             (true, true) => Self::Own,

@@ -115,7 +115,7 @@ pub struct HiddenRows {
 }
 
 impl HiddenRows {
-    /// Those of `rows` of a pass with hidden states [1, R, D].
+    /// The hidden states of `rows` of a pass with hidden states [1, R, D].
     pub fn of(pass: &Array, rows: Range<i32>) -> Self {
         Self { pass: pass.clone(), rows }
     }

@@ -32,9 +32,9 @@ pub struct TrialTime {
 pub enum Permit {
     /// None.
     Nothing,
-    /// Those that are expected to pay.
+    /// Drafts that are expected to pay.
     Paying,
-    /// Those, and trials that are due.
+    /// Such drafts, and trials that are due.
     Trials,
 }
 

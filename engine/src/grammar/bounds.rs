@@ -616,7 +616,7 @@ fn check_products(exprs: &ExprSet) -> Result<(), String> {
 /// The terminals of `spec` that match no text, by index.
 ///
 /// # Errors
-/// That this cannot be found out within the fuel of a form.
+/// If this cannot be found out within the fuel of a form.
 pub fn empty_terminals(spec: &LexerSpec, limits: &ParserLimits) -> Result<HashSet<usize>, String> {
     let lexer = spec.to_regex_vec(&mut limits.clone());
     let mut lexer = lexer.map_err(|error| error.to_string())?;

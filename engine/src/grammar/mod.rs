@@ -106,7 +106,7 @@ pub struct Grammar {
 }
 
 impl Grammars {
-    /// Of the model with this `text`.
+    /// The grammars of the model with this `text`.
     pub fn new(text: Text) -> Self {
         Self { text, factory: OnceLock::new(), compiler: Compiler::default() }
     }

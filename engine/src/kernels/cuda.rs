@@ -54,7 +54,7 @@ impl Capability {
     /// The first with products of bfloat16 on tensor cores (Ampere).
     const LOWEST: Self = Self { major: 8, minor: 0, clusters: false };
 
-    /// That of MLX's GPU, if it is a CUDA device that can run these kernels.
+    /// The capability of MLX's GPU, if it is a CUDA device that can run these kernels.
     pub fn of_device() -> Option<Self> {
         let mut available = false;
         // SAFETY: fills one bool.

@@ -279,7 +279,7 @@ impl Times {
         self.total += build + encode + wait;
     }
 
-    /// Of the sum of [`STEPS`] passes.
+    /// The mean, where `self` is the sum of [`STEPS`] passes.
     fn mean(self) -> Self {
         let mean = |sum: f64| sum / STEPS as f64;
         let Self { total, build, encode, wait } = self;

@@ -1,6 +1,6 @@
 //! Samples on the host, where the logits are in its memory: what [`super::rows`] does with operations of MLX.
 //!
-//! Those sort whole vocabularies, and compute the noise of each token. Here few tokens are sorted, and noise is computed
+//! Its operations sort whole vocabularies, and compute the noise of each token. Here few tokens are sorted, and noise is computed
 //! for tokens that can win with it. Both sample the same token, except where rounding decides: whether a token at
 //! the edge of top-p is kept, and which of two scores that differ in the last bit is larger. Of equal logits at the edge
 //! of top-k, the host keeps the smallest token and the graph any of them.
@@ -41,14 +41,14 @@ pub fn sample(logits: &[f32], row: &Row) -> (u32, f32) {
 struct Best {
     token: u32,
     score: f32,
-    /// Of the second best.
+    /// Score of the second best.
     second: f32,
 }
 
 impl Best {
     const NONE: Self = Self { token: 0, score: f32::NEG_INFINITY, second: f32::NEG_INFINITY };
 
-    /// Of equal tokens the first one wins.
+    /// Takes the token if its score is higher. The first of several with one score wins.
     fn see(&mut self, token: u32, score: f32) {
         if score > self.score || (score == self.score && token < self.token) {
             *self = Self { token, score, second: self.score };

@@ -148,9 +148,9 @@ static SECTIONS: Sections = Sections { running: AtomicUsize::new(0), begun: Atom
 
 /// Counts of [`Section`]s.
 struct Sections {
-    /// Those that have not ended.
+    /// Number of sections that have not ended.
     running: AtomicUsize,
-    /// Those that have begun.
+    /// Number of sections that have begun.
     begun: AtomicU64,
 }
 

@@ -58,7 +58,7 @@ pub(crate) enum Work {
 pub(crate) enum Lane {
     /// All, and prefixes.
     All,
-    /// Those without a form, which never wait for the compilation of one.
+    /// Requests without a form, which never wait for the compilation of one.
     WithoutForm,
 }
 

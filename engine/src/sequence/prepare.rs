@@ -101,7 +101,7 @@ type Tokenized = (Vec<u32>, Vec<String>);
 struct Prompts {
     /// Prompts of the conversation as it was sent, by whether they are rendered for reasoning.
     as_sent: Vec<(Option<bool>, Tokenized)>,
-    /// That of the first choice.
+    /// Tokens of the first choice.
     first: Option<Vec<u32>>,
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub(super) struct Stop {
     /// Shared by the copies of a reply.
     patterns: Arc<[Pattern]>,
-    /// Of each pattern, how many of its bytes the text ends with.
+    /// How many bytes of each pattern the text ends with.
     matched: Vec<usize>,
     held: String,
     /// Index into `patterns`.

@@ -37,7 +37,7 @@ const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
 /// Keys of the server and of its profiles, which a reload of the configuration and `steersman keys` replace.
 pub struct Access {
-    /// Those of the configuration and of `steersman keys` together.
+    /// Keys of the configuration and of `steersman keys` together.
     keys: RwLock<Arc<Keys>>,
     sources: Mutex<Sources>,
     file: Option<Arc<KeyFile>>,
@@ -295,7 +295,7 @@ pub struct Destination {
 
 /// A request whose model is loaded.
 pub struct Admission {
-    /// That of the model.
+    /// The model's engine.
     pub engine: Engine,
     /// Keeps the model loaded.
     pub lease: Arc<Lease>,

@@ -127,10 +127,10 @@ pub struct Shadow {
     name: String,
     /// Requests in memory that had this shadow.
     requests: usize,
-    /// Its calls with an answer.
+    /// Calls of the shadow that it answered.
     calls: usize,
     failures: usize,
-    /// Its answers that no applied policy gave.
+    /// Answers of the shadow that differ from those of the applied policies.
     differing: usize,
     /// The newest of these, newest first.
     differences: Vec<ShadowDifference>,

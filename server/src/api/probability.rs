@@ -233,7 +233,7 @@ impl Probabilities {
         (0..self.len()).map(|at| self.token(at))
     }
 
-    /// Those of a reply in `range`.
+    /// The probabilities of the tokens of a reply in `range`.
     pub fn logprobs(&self, range: Range<usize>) -> impl Iterator<Item = Logprob> {
         range.map(|at| {
             let PromptToken { bytes, logprob, top } = self.token(at);

@@ -37,7 +37,7 @@ impl Routes {
     /// Queues a request and follows it.
     ///
     /// # Errors
-    /// Those of [`Engine::submit`].
+    /// The errors of [`Engine::submit`].
     pub fn submit(
         &self,
         engine: &Engine,

@@ -22,7 +22,7 @@ pub const FIELDS: [&str; 10] = [
     "parallel_tool_calls",
 ];
 
-/// Those among them that are about tools.
+/// The fields among them that are about tools.
 pub const TOOL_FIELDS: [&str; 2] = ["tool_choice", "parallel_tool_calls"];
 
 /// Reads `fields`, a part of a body, into `request`, which has its tools.

@@ -69,7 +69,7 @@ impl<F: Fn() -> Option<PathBuf> + Send + Sync> Files for F {
 
 /// A model at one moment.
 pub struct Description {
-    /// Its own name.
+    /// The model's own name.
     pub name: String,
     /// `loaded`, `loading`, `unloading`, `on disk`, or `missing` if its files are not on this machine.
     pub state: &'static str,

@@ -168,7 +168,7 @@ type Tile = [[f32; TILE]; ROWS];
 /// Room of a thread.
 struct Room {
     tile: Tile,
-    /// Of the second matrix of [`Finish::SwiGlu`].
+    /// The tile of the second matrix of [`Finish::SwiGlu`].
     ups: Tile,
 }
 

@@ -21,7 +21,7 @@ struct Owned {
     words: Vec<u32>,
     scales: Vec<bf16>,
     biases: Vec<bf16>,
-    /// Of a dense matrix, with the digits that each format has.
+    /// Elements of a dense matrix, with the digits that each format has.
     floats: Vec<f32>,
     bf16: Vec<bf16>,
     f16: Vec<f16>,

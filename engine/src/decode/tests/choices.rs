@@ -93,7 +93,7 @@ fn each_choice_equals_the_reply_to_a_request_with_its_seed() {
     }
 }
 
-/// Those without room keep their first token and resume from the state after the prompt.
+/// Choices without room keep their first token and resume from the state after the prompt.
 #[test]
 fn choices_without_room_wait_and_equal_those_that_run_at_once() {
     for name in ["llama", "qwen3_next"] {

@@ -314,11 +314,11 @@ unsafe fn floats_mut(y: &View) -> FloatsMut<'_> {
 
 /// The arrays of a matrix, and what is added to its products.
 struct OwnedLayer<'a> {
-    /// Of a packed matrix.
+    /// Elements of a packed matrix.
     words: Cow<'a, [u32]>,
     /// Scales, or all elements.
     floats: OwnedFloats<'a>,
-    /// Those stored of a packed matrix.
+    /// Stored biases of a packed matrix.
     biases: Option<OwnedFloats<'a>>,
     bias: Option<Cow<'a, [f32]>>,
     residual: Option<Cow<'a, [f32]>>,

@@ -51,7 +51,7 @@ pub struct Launch<'a> {
     pub outputs: &'a [(&'a [i32], Dtype)],
     /// One for each name.
     pub numbers: &'a [i32],
-    /// Those of the pass, at most [`SPANS`], if the kernel reads or writes their caches.
+    /// Spans of the pass, at most [`SPANS`], if the kernel reads or writes their caches.
     pub spans: &'a [LaunchSpan<'a>],
     /// Integers known when the kernel is compiled. Each set of them is another variant.
     pub constants: &'a [(&'a str, i32)],
@@ -81,7 +81,7 @@ pub struct LaunchSpan<'a> {
     pub rows: i32,
     /// Position of the first.
     pub position: i32,
-    /// Those before the rows are appended.
+    /// Buffers before the rows are appended.
     pub buffers: Buffers<'a>,
 }
 

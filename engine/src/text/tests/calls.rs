@@ -278,7 +278,7 @@ fn reassembled(pieces: &[Piece]) -> Vec<(String, String, String)> {
     calls
 }
 
-/// Those of its tags that are in `tags` are tokens.
+/// Tags of the format that are in `tags` are tokens.
 fn check_format(format: &'static Format, tags: &[&str]) {
     let tokenizer = tokenizer(format, tags);
     let has_tags = format.tags().all(|tag| tags.contains(&tag));
@@ -452,8 +452,8 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
     }
 }
 
-/// Of a call that turns out to be malformed, clients of streams have the beginning already: they must not be
-/// able to run it (fault F5).
+/// Clients of streams have the beginning of a call before it turns out to be malformed: they must not be able to
+/// run it (fault F5).
 #[test]
 fn streamed_calls_stay_open_where_they_become_malformed_and_at_a_limit() {
     let format = format("hermes");

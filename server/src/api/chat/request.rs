@@ -137,7 +137,7 @@ impl Body {
 
 /// The parameters for reasoning, which may not contradict each other.
 struct Reasoning {
-    /// Those of [`SWITCHES`].
+    /// Values of [`SWITCHES`].
     switches: [Option<bool>; 2],
     /// `reasoning_effort`
     effort: Option<Effort>,
