@@ -511,7 +511,8 @@ pub fn compact(text: &str) -> Option<String> {
     (reader.is_at_end() && !reader.is_repaired).then_some(json)
 }
 
-const FORBIDDEN: [char; 3] = ['<', '{', '\n'];
+/// What no name has: it would be part of a tag, as in `<invoke name="f" id="1">`.
+const FORBIDDEN: [char; 4] = ['<', '{', '\n', '"'];
 
 /// `"key":`
 pub fn head(key: &str) -> String {

@@ -241,6 +241,30 @@ fn bare_values_end_where_another_parameter_or_the_end_of_the_call_begins() {
     ]);
 }
 
+/// `book" id="1` was the name of a tool, and `title" type="string` that of a parameter.
+#[test]
+fn tags_with_more_attributes_are_no_names() {
+    for (name, body) in [
+        (
+            "minimax",
+            "<minimax:tool_call>\n<invoke name=\"book\" id=\"1\">\n</invoke>\n</minimax:tool_call>",
+        ),
+        (
+            "minimax",
+            "<minimax:tool_call>\n<invoke name=\"book\">\n<parameter name=\"title\" type=\"string\">A</parameter>\n\
+             </invoke>\n</minimax:tool_call>",
+        ),
+        (
+            "deepseek-v3.2",
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"book\" id=\"1\">\n</｜DSML｜invoke>\n\
+             </｜DSML｜function_calls>",
+        ),
+        ("qwen", "<tool_call>\n<function=\"book\">\n</function>\n</tool_call>"),
+    ] {
+        check_all([(name, body, format!("answer[{body}]"))]);
+    }
+}
+
 /// Fault F14: values of `const` came as strings.
 #[test]
 fn bare_values_have_the_types_of_constants_references_and_combinations() {
