@@ -19,8 +19,8 @@
 //!   so a value without an end lasts to the end of the reply.
 //!
 //! # Malformed calls
-//! A call that only lacks its end, where the model ended it, is closed. One that a limit cut off is not:
-//! half a command must not run. What cannot be repaired comes as text. Each comes with a note.
+//! A call that only lacks its end, where the model ended it, is closed. One whose last value has no end is not, and
+//! neither is one that a limit cut off: half a command must not run. What cannot be repaired comes as text. Each comes with a note.
 //!
 //! With [`Reply::stream_calls`], the answer's calls are emitted while they are written, from their first
 //! certain value on. The calls are those of a reply that is not streamed. A call that turns out to be
@@ -279,7 +279,7 @@ impl Reply {
     ///
     /// A call without its closing tag is a call if it is complete or can be repaired, and text otherwise.
     pub fn finish_turn(&mut self) -> Vec<Piece> {
-        self.finish_call(Ending::Model);
+        self.finish_call(Ending::Turn);
         let has_no_answer = self.is_reasoning && self.answer.is_blank() && self.message.is_none();
         let mut pieces = self.finish();
         if has_no_answer && self.reasoning.visible && self.last_call == 0 {

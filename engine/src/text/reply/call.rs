@@ -71,8 +71,10 @@ impl Call {
 /// Why a call ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// The model ended it, or its turn.
-    Model,
+    /// A tag of the model ended it.
+    Tag,
+    /// The model ended its turn.
+    Turn,
     /// A limit cut it off.
     Limit,
 }
@@ -102,9 +104,14 @@ impl Reply {
         }
         let Some(mut call) = self.call.take() else { return };
         let (reading, end) = match ending {
-            Ending::Model => self.read_whole(&mut call),
-            Ending::Limit => (self.read(&call, false), String::new()),
+            Ending::Tag | Ending::Turn => self.read_whole(&mut call),
+            Ending::Limit => {
+                let reading = self.read(&call, false);
+                let has_ended = reading.ends_call;
+                (if has_ended { self.read(&call, true) } else { reading }, String::new())
+            }
         };
+        let ending = if end.is_empty() { ending } else { Ending::Tag };
         self.end_call(call, reading, ending, &end);
         let rest = std::mem::take(&mut self.leftover);
         self.add_text(&rest);
@@ -184,7 +191,7 @@ impl Reply {
                 return self.emit_malformed_call(call, "");
             }
             if is_malformed && call.kind == Kind::Untagged {
-                return self.end_call(call, reading, Ending::Model, "");
+                return self.end_call(call, reading, Ending::Turn, "");
             }
             // A tag may be quoted: what names no tool waits for its end.
             if streams {
@@ -222,7 +229,7 @@ impl Reply {
         if marker == Marker::CloseCall {
             end.push_str(tag);
         }
-        self.end_call(call, reading, Ending::Model, &end);
+        self.end_call(call, reading, Ending::Tag, &end);
         let rest = std::mem::take(&mut self.leftover);
         self.add_text(&rest);
         match marker {
@@ -245,7 +252,9 @@ impl Reply {
         if is_refused && !(is_whole && reading.complete() == reading.calls.len()) {
             return self.emit_malformed_call(call, end);
         }
-        let is_closed = !is_whole && ending == Ending::Model && reading.close_last(&self.schemas);
+        let is_closed = !is_whole
+            && ending != Ending::Limit
+            && reading.close_last(&self.schemas, ending == Ending::Tag);
         let complete = reading.complete();
         self.emit_calls(&mut call, &reading.calls[..complete]);
         if (is_whole || is_closed) && call.open.is_none() {
@@ -262,7 +271,7 @@ impl Reply {
             }
         } else if call.open.is_some() {
             let what = match ending {
-                Ending::Model => "did not complete a malformed call",
+                Ending::Tag | Ending::Turn => "did not complete a malformed call",
                 Ending::Limit => "did not complete a call",
             };
             self.note_call(what, &reading);

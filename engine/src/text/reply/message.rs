@@ -241,7 +241,7 @@ impl Reply {
     /// Ends the body of a message.
     fn end_message(&mut self) {
         if self.call.is_some() {
-            return self.finish_call(Ending::Model);
+            return self.finish_call(Ending::Tag);
         }
         if self.is_reasoning {
             self.reasoning.tail.take();

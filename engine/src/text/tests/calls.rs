@@ -416,7 +416,6 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
             r#"<tool_call>{"name": "f", "arguments": {"text": "a"}</tool_call>"#,
             format!("{call} {repaired}"),
         ),
-        ("hermes", r#"<tool_call>{"name": "f", "arguments": {"text": "a"#, format!("{call} {repaired}")),
         (
             "hermes",
             "<tool_call>{\"name\": \"f\", \"arguments\": {\"text\": \"a\n\\d\",}}</tool_call>",
@@ -427,7 +426,7 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
             r#"<tool_call>{"name": "f", "arguments": {"flag": True}}</tool_call>"#,
             format!(r#"call[f {{"flag":true}}] {repaired}"#),
         ),
-        ("qwen", "<tool_call><function=f><parameter=text>a", format!("{call} {repaired}")),
+        ("qwen", "<tool_call><function=f><parameter=text>a</tool_call>", format!("{call} {repaired}")),
         (
             "qwen",
             "<tool_call><function=f><parameter=text>a</parameter></function> So.</tool_call>",
@@ -435,7 +434,7 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
         ),
         ("llama-3", r#"{"name": "f", "parameters": {"text": "a"}"#, format!("{call} {repaired}")),
         ("pythonic", "[f(text='a'", format!("{call} {repaired}")),
-        ("gemma-4", "<|tool_call>call:f{text:<|\"|>a<tool_call|>", format!("{call} {repaired}")),
+        ("gemma-4", "<|tool_call>call:f{text:<|\"|>a<|\"|><tool_call|>", format!("{call} {repaired}")),
         // What is no call, or of no tool.
         ("llama-3", r#"{"name": "Bob", "age": 5}"#, r#"answer[{"name": "Bob", "age": 5}]"#.into()),
         ("llama-3", r#"{"city": "Rome"}"#, r#"answer[{"city": "Rome"}]"#.into()),

@@ -247,8 +247,15 @@ fn malformed_headers_come_as_text_with_a_note() {
                 .into(),
         ),
         (
-            "<|channel|>commentary to=functions.f<|message|>{\"n\": 5",
+            "<|channel|>commentary to=functions.f<|message|>{\"n\": 5<|call|>",
             "call[f {\"n\":5}] note[repaired a malformed call of `f`]".into(),
+        ),
+        // The first digit of a number, perhaps.
+        (
+            "<|channel|>commentary to=functions.f<|message|>{\"n\": 5",
+            "note[sent a malformed call as text of `f`] \
+             answer[<|channel|>commentary to=functions.f<|message|>{\"n\": 5]"
+                .into(),
         ),
         (
             "<|channel|>commentary to=functions.f<|message|>five<|call|>",

@@ -1,8 +1,8 @@
 //! Values that stand bare between tags, and are typed by the schema of the tool.
 //!
 //! The text of a value may contain tags: a model writes code about XML. So the tag after a value ends it only
-//! where another parameter or the end of the call follows. A model may leave that tag out, too: then the value
-//! ends where another parameter of the tool begins, or where the call ends.
+//! where another parameter or the end of the call follows, and not the tag after a value again. A model may leave
+//! that tag out, too: then the value ends where another parameter of the tool begins, or where the call ends.
 //!
 //! Source: Qwen3-Coder `qwen3coder_tool_parser.py`.
 
@@ -43,8 +43,14 @@ pub enum Lines {
 enum End<'a> {
     /// After so many bytes; with the text that follows.
     At { at: usize, rest: &'a str, is_repaired: bool },
-    /// It has not ended; so many bytes are certain.
-    Open { certain: usize },
+    /// It has not ended; so many bytes are certain. If the text ends with the end of the call, `ends_call`: more of it
+    /// would tell whether that is the end of a call in the value.
+    Open { certain: usize, ends_call: bool },
+}
+
+/// A value that has not ended, with so many certain bytes.
+fn open_at<'a>(certain: usize) -> End<'a> {
+    End::Open { certain, ends_call: false }
 }
 
 impl<'a> Reader<'a> {
@@ -59,7 +65,7 @@ impl<'a> Reader<'a> {
         let end = self.end_of(body, function, value);
         let (length, is_open) = match end {
             End::At { at, .. } => (at, false),
-            End::Open { certain } => (certain, !self.has_ended),
+            End::Open { certain, .. } => (certain, !self.has_ended),
         };
         let has_close = matches!(end, End::At { is_repaired: false, .. });
         let is_text = match value.is_string {
@@ -89,13 +95,17 @@ impl<'a> Reader<'a> {
             }
             _ => {}
         }
-        let End::At { rest, is_repaired, .. } = end else {
-            self.is_in_value = true;
-            return Err(Stop::Early);
-        };
-        self.is_repaired |= is_repaired;
-        self.rest = rest;
-        Ok(())
+        match end {
+            End::At { rest, is_repaired, .. } => {
+                self.is_repaired |= is_repaired;
+                self.rest = rest;
+                Ok(())
+            }
+            End::Open { ends_call, .. } => {
+                (self.is_in_value, self.is_half, self.ends_call) = (true, true, ends_call);
+                Err(Stop::Early)
+            }
+        }
     }
 
     /// Where the value ends with which `body` begins.
@@ -109,11 +119,20 @@ impl<'a> Reader<'a> {
             let here = &body[at..];
             if let Some(rest) = here.strip_prefix(close) {
                 let rest = rest.trim_start();
+                // In a text about calls, the end of this value follows the end of the call in it.
+                let outer = rest.strip_prefix(finish).filter(|_| !finish.is_empty());
+                match outer.map(str::trim_start) {
+                    Some(outer) if outer.starts_with(close) => continue,
+                    Some(outer) if !self.has_ended && close.starts_with(outer) => {
+                        return End::Open { certain: at, ends_call: outer.is_empty() };
+                    }
+                    _ => {}
+                }
                 if follows(rest) || self.has_ended && may_follow(rest) {
                     return End::At { at, rest, is_repaired: false };
                 }
                 if may_follow(rest) {
-                    return End::Open { certain: at };
+                    return open_at(at);
                 }
             } else if let Some(rest) = here.strip_prefix(open) {
                 let window = &rest[..rest.floor_char_boundary(KEY_BYTES)];
@@ -126,7 +145,7 @@ impl<'a> Reader<'a> {
                     return End::At { at, rest: here, is_repaired: true };
                 }
                 if !is_whole && window.len() == rest.len() && !self.has_ended {
-                    return End::Open { certain: at };
+                    return open_at(at);
                 }
             } else if !finish.is_empty()
                 && let Some(rest) = here.strip_prefix(finish)
@@ -136,11 +155,11 @@ impl<'a> Reader<'a> {
                     return End::At { at, rest: here, is_repaired: true };
                 }
                 if !self.has_ended && begin.starts_with(rest) {
-                    return End::Open { certain: at };
+                    return open_at(at);
                 }
             } else if [close, open, finish].iter().any(|tag| tag.starts_with(here)) {
                 if !self.has_ended {
-                    return End::Open { certain: at };
+                    return open_at(at);
                 }
                 // A tag that the model did not complete.
                 if here.len() > 1 {
@@ -148,7 +167,7 @@ impl<'a> Reader<'a> {
                 }
             }
         }
-        End::Open { certain: body.len() }
+        open_at(body.len())
     }
 }
 

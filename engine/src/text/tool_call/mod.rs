@@ -7,8 +7,9 @@
 //!
 //! # What is read of a malformed call
 //! Complete calls are calls, whatever follows them. Arguments have the digits of numbers as the model wrote
-//! them. What a call leaves open at the end of the model's turn is closed only if that drops nothing: half a
-//! key, half a number or half a string with arguments in it make the call malformed.
+//! them. What a call leaves open at the end of the model's turn is closed only if that drops and cuts nothing:
+//! half a key makes the call malformed, and so does a value without an end, be it a string without its quote, or
+//! a number or bare text after which nothing follows, not even the tag of the call.
 //!
 //! | file | contents |
 //! |---|---|
@@ -194,6 +195,8 @@ fn read_with(mut reader: Reader<'_>, read: fn(&mut Reader<'_>) -> Read) -> Readi
         state,
         is_repaired: reader.is_repaired,
         is_pending: reader.is_pending,
+        is_half: reader.is_half,
+        ends_call: reader.ends_call,
     }
 }
 
@@ -268,8 +271,12 @@ pub struct Reading {
     pub tail: usize,
     /// Whether something was read that the format does not allow.
     pub is_repaired: bool,
-    /// Whether the text ends within something that the arguments do not have.
+    /// Whether the text ends within something that the arguments do not have, or within quotes.
     is_pending: bool,
+    /// Whether the text ends with a value whose end only a tag after it tells.
+    is_half: bool,
+    /// Whether the text ends with what is the end of the call, unless more text follows.
+    pub ends_call: bool,
 }
 
 /// How reading ended.
@@ -308,12 +315,13 @@ impl Reading {
         self.calls.iter().take_while(|call| call.is_complete).count()
     }
 
-    /// Closes what the text of the last call leaves open, if nothing else is missing. Whether that call is
-    /// complete now.
-    pub fn close_last(&mut self, schemas: &Schemas) -> bool {
+    /// Closes what the text of the last call leaves open, if its last value is whole, and nothing else is
+    /// missing; a tag after the call (`has_tag`) ends a value, too. Whether that call is complete now.
+    pub fn close_last(&mut self, schemas: &Schemas, has_tag: bool) -> bool {
         let Some(last) = self.calls.last_mut() else { return false };
         let is_early = matches!(self.state, State::Early { .. });
-        let has_all = !self.is_pending && last.arguments.len() > 1;
+        let is_whole = !self.is_pending && (has_tag || !self.is_half);
+        let has_all = is_whole && last.arguments.len() > 1;
         if !last.is_complete && is_early && has_all && schemas.has(&last.name) {
             last.arguments = reader::closed(&last.arguments);
             last.is_complete = true;

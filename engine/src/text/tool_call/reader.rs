@@ -63,9 +63,13 @@ pub struct Reader<'a> {
     pub left: usize,
     /// Whether the text ends within a value, so that a tag after it may belong to the value.
     pub is_in_value: bool,
-    /// Whether the text ends within a part of a call that the arguments do not have, such as a key: closing
-    /// them would drop it.
+    /// Whether the text ends within a part of a call that the arguments do not have, such as a key, or within quotes:
+    /// closing them would drop it, or make a shorter text of it.
     pub is_pending: bool,
+    /// Whether the text ends with a value whose end only a tag after it tells: `1` may be half of `12`.
+    pub is_half: bool,
+    /// Whether the text ends with what is the end of the call, unless more text follows.
+    pub ends_call: bool,
     /// Whether something was read that the format does not allow.
     pub is_repaired: bool,
 }
@@ -83,6 +87,8 @@ impl<'a> Reader<'a> {
             left: rest.len(),
             is_in_value: false,
             is_pending: false,
+            is_half: false,
+            ends_call: false,
             is_repaired: false,
         }
     }
@@ -336,7 +342,7 @@ impl<'a> Reader<'a> {
     fn string(&mut self, out: &mut String) -> Read {
         let quote = self.peek()?;
         self.rest = &self.rest[1..];
-        (self.is_in_value, self.is_pending) = (true, false);
+        (self.is_in_value, self.is_pending) = (true, true);
         out.push('"');
         loop {
             let special = |c: char| c == quote || c == '\\' || c < ' ';
@@ -359,7 +365,7 @@ impl<'a> Reader<'a> {
             }
         }
         self.rest = &self.rest[1..];
-        self.is_in_value = false;
+        (self.is_in_value, self.is_pending) = (false, false);
         out.push('"');
         Ok(())
     }
@@ -435,7 +441,7 @@ impl<'a> Reader<'a> {
 
     /// The rest of a string up to `quote`, with nothing escaped.
     fn quoted(&mut self, out: &mut String, quote: &str) -> Read {
-        self.is_pending = false;
+        self.is_pending = true;
         out.push('"');
         let Some((text, rest)) = self.rest.split_once(quote) else {
             self.is_in_value = true;
@@ -445,7 +451,7 @@ impl<'a> Reader<'a> {
         };
         push_text(out, text);
         out.push('"');
-        self.rest = rest;
+        (self.rest, self.is_pending) = (rest, false);
         Ok(())
     }
 
@@ -464,7 +470,10 @@ impl<'a> Reader<'a> {
                 out.push_str(&text.to_lowercase().replace("none", "null"));
             }
             "true" | "false" | "null" => out.push_str(text),
-            _ if end <= NUMBER_BYTES && is_number(text) => out.push_str(text),
+            _ if end <= NUMBER_BYTES && is_number(text) => {
+                self.is_half = end == self.rest.len();
+                out.push_str(text);
+            }
             _ => return Err(Stop::Malformed),
         }
         self.is_pending = false;

@@ -153,6 +153,64 @@ fn no_malformed_call_becomes_a_shorter_one_in_a_stream() {
     check_all(as_text.map(|(name, source)| (name, source.clone(), format!("answer[{source}]"))));
 }
 
+/// A turn that ends in a value, as `rm -rf /tmp/x` of `rm -rf /tmp/x/cache`, was a call with the first half of it,
+/// and brackets after a missing quote were part of the command.
+#[test]
+fn a_call_with_half_a_value_is_malformed() {
+    let tagged = |text: &str| format!("<tool_call>{text}</tool_call>");
+    for (name, source) in [
+        ("hermes", tagged(r#"{"name": "book", "arguments": {"note": "rm -rf /tmp/x}}"#)),
+        ("hermes", r#"<tool_call>{"name": "book", "arguments": {"note": "rm -rf /tmp/x"#.into()),
+        ("hermes", r#"<tool_call>{"name": "book", "arguments": {"note": "rm -rf "#.into()),
+        ("hermes", r#"<tool_call>{"name": "book", "arguments": {"note": "A", "count": 1"#.into()),
+        ("llama-3", r#"{"name": "book", "parameters": {"note": "A", "meta": {"a": [1, 2"#.into()),
+        (
+            "mistral",
+            r#"[TOOL_CALLS][{"name": "book", "arguments": {"note": "rm -rf /tmp/x}]"#.into(),
+        ),
+        ("gemma-4", "<|tool_call>call:book{note:<|\"|>rm -rf /tmp/x}<tool_call|>".into()),
+        ("lfm2", "<|tool_call_start|>[book(note=\"rm -rf /tmp/x)]<|tool_call_end|>".into()),
+        ("qwen", "<tool_call>\n<function=book>\n<parameter=note>\nrm -rf /tmp/x".into()),
+        (
+            "glm",
+            "<tool_call>book\n<arg_key>note</arg_key>\n<arg_value>rm -rf /tmp/x".into(),
+        ),
+        (
+            "minimax",
+            "<minimax:tool_call>\n<invoke name=\"book\">\n<parameter name=\"note\">rm -rf /tmp/x".into(),
+        ),
+        (
+            "deepseek-v3.2",
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"book\">\n<｜DSML｜parameter name=\"note\" \
+             string=\"true\">rm -rf /tmp/x"
+                .into(),
+        ),
+    ] {
+        let [whole, streamed] = account(name, &source);
+        assert!(whole.starts_with("answer["), "{name}: {whole}");
+        assert!(streamed.starts_with("open book {\"note\":\""), "{name}: {streamed}");
+    }
+    // Here only brackets and tags are missing.
+    check_all([
+        (
+            "hermes",
+            tagged(r#"{"name": "book", "arguments": {"title": "A""#),
+            r#"book {"title":"A"}"#,
+        ),
+        ("hermes", tagged(r#"{"name": "book", "arguments": {"count": 3"#), r#"book {"count":3}"#),
+        (
+            "llama-3",
+            r#"{"name": "book", "parameters": {"meta": {"a": [1, true"#.into(),
+            r#"book {"meta":{"a":[1,true]}}"#,
+        ),
+        (
+            "qwen",
+            "<tool_call>\n<function=book>\n<parameter=title>\nA\n</parameter>".into(),
+            r#"book {"title":"A"}"#,
+        ),
+    ]);
+}
+
 /// Fault F4: without `</parameter>` or `</function>`, tags became part of the value.
 #[test]
 fn bare_values_end_where_another_parameter_or_the_end_of_the_call_begins() {
@@ -204,6 +262,14 @@ fn bare_values_end_where_another_parameter_or_the_end_of_the_call_begins() {
             "qwen",
             qwen("<parameter=title>\na <parameter=title> b </function> c\n</parameter>\n</function>\n"),
             r#"book {"title":"a <parameter=title> b </function> c"}"#,
+        ),
+        (
+            "qwen",
+            qwen(
+                "<parameter=title>\n<function=ping>\n<parameter=x>\nz\n</parameter>\n</function>\n</parameter>\n\
+                 <parameter=count>\n1\n</parameter>\n</function>\n",
+            ),
+            r#"book {"title":"<function=ping>\n<parameter=x>\nz\n</parameter>\n</function>","count":1}"#,
         ),
         ("minimax", minimax("<parameter name=\"title\">Dune\n</invoke>\n"), r#"book {"title":"Dune"}"#),
         (
