@@ -125,6 +125,8 @@ pub(super) struct Shape {
     pub beside: Beside,
     /// Text beside calls and reasoning is part of the reasoning: the template does not take all three.
     pub text_joins_reasoning: bool,
+    /// Reasoning of an answer is left out: the template would write it in place of the answer.
+    pub answers_without_reasoning: bool,
     /// An empty message of the assistant stands between results and the user.
     pub bridges_results: bool,
     /// What no way carries.
@@ -334,7 +336,11 @@ impl Shape {
             self.check(Part::LastOfAssistant)?;
         }
         let mut has_turn = false;
-        for message in messages {
+        for mut message in messages {
+            let is_answer = message.tool_calls.is_empty() && !message.content.is_empty();
+            if self.answers_without_reasoning && is_answer {
+                message.reasoning_content = None;
+            }
             if !has_turn && (is_assistant(&message) || is_result(&message)) {
                 self.check(Part::Opening)?;
                 if self.opens_with_user {

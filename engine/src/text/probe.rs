@@ -258,6 +258,13 @@ impl Renderer<'_> {
         ] {
             settle(&mut shape, part, |_| {}, &[conversation]);
         }
+        let reasoned = Message { reasoning_content: Some(REASONING.into()), ..assistant(1) };
+        settle(
+            &mut shape,
+            Part::Assistant,
+            |s| s.answers_without_reasoning = true,
+            &[vec![user(0), reasoned, user(2)]],
+        );
         settle(
             &mut shape,
             Part::Assistants,
