@@ -428,6 +428,12 @@ impl Arguments {
         Self { values, json: (own != json).then(|| json.into()) }
     }
 
+    /// The arguments that `json` has; `None` if it is no object. Among the values, a number beyond those of a [`Value`]
+    /// and an integer beyond 64 bits are strings of their digits.
+    pub fn parse(json: &str) -> Option<Self> {
+        Some(Self::written(serde_json::from_str(&in_range(json)).ok()?, &compact(json)))
+    }
+
     /// Compact JSON with all digits.
     pub fn to_json(&self) -> String {
         match &self.json {
@@ -435,6 +441,57 @@ impl Arguments {
             None => serde_json::to_string(&self.values).unwrap_or_default(),
         }
     }
+}
+
+/// `json`, with numbers that a [`Value`] cannot hold, and integers that it would round, as strings.
+fn in_range(json: &str) -> String {
+    let (mut out, mut is_string, mut is_escaped) = (String::new(), false, false);
+    let mut rest = json;
+    while let Some(c) = rest.chars().next() {
+        if !is_string && (c == '-' || c.is_ascii_digit()) {
+            let ends = |c: char| !c.is_ascii_digit() && !"+-.eE".contains(c);
+            let (number, after) = rest.split_at(rest.find(ends).unwrap_or(rest.len()));
+            let quote = if is_held(number) { "" } else { "\"" };
+            out.extend([quote, number, quote]);
+            rest = after;
+            continue;
+        }
+        out.push(c);
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' if is_string => is_escaped = true,
+            '"' => is_string = !is_string,
+            _ => {}
+        }
+        rest = &rest[c.len_utf8()..];
+    }
+    out
+}
+
+/// Whether a [`Value`] holds the number `text`, an integer with all its digits, or `text` is no number.
+fn is_held(text: &str) -> bool {
+    let is_integer = !text.contains(['.', 'e', 'E']);
+    match serde_json::from_str::<Value>(text) {
+        // Short ones are exact in any type.
+        Ok(number) => text.len() < 16 || !is_integer || !number.is_f64(),
+        Err(_) => serde_json::from_str::<serde::de::IgnoredAny>(text).is_err(),
+    }
+}
+
+/// `json` without white space between its values.
+fn compact(json: &str) -> String {
+    let (mut is_string, mut is_escaped) = (false, false);
+    let is_kept = |c: &char| {
+        let is_kept = is_string || !c.is_ascii_whitespace();
+        match *c {
+            _ if is_escaped => is_escaped = false,
+            '\\' if is_string => is_escaped = true,
+            '"' => is_string = !is_string,
+            _ => {}
+        }
+        is_kept
+    };
+    json.chars().filter(is_kept).collect()
 }
 
 impl From<Map<String, Value>> for Arguments {

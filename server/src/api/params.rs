@@ -7,7 +7,9 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
 use serde_json::{Map, Value};
 pub use steersman_engine::request::Effort;
-use steersman_engine::request::{Form, FunctionCall, Message, Request, ResponseFormat, ToolCall};
+use steersman_engine::request::{
+    Arguments, Form, FunctionCall, Message, Request, ResponseFormat, ToolCall,
+};
 
 use super::error::ApiError;
 
@@ -122,24 +124,21 @@ pub fn tool_call(
     arguments: Value,
     notes: &mut Vec<String>,
 ) -> ToolCall {
-    let arguments = match arguments {
-        Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
-        Value::String(text) => serde_json::from_str(&text).unwrap_or(Value::String(text)),
-        arguments => arguments,
+    let text = arguments.as_str().map(str::trim);
+    let other = text.and_then(|text| serde_json::from_str(text).ok());
+    let arguments = match text.and_then(Arguments::parse) {
+        Some(arguments) => arguments,
+        None if text == Some("") => Arguments::default(),
+        None => match other.unwrap_or(arguments) {
+            Value::Object(values) => values.into(),
+            Value::Null => Arguments::default(),
+            other => {
+                notes.push(format!("{path}: is no JSON object; the model sees it as `arguments`"));
+                Map::from_iter([("arguments".to_string(), other)]).into()
+            }
+        },
     };
-    let arguments = match arguments {
-        Value::Object(arguments) => arguments,
-        Value::Null => Map::new(),
-        other => {
-            notes.push(format!("{path}: is no JSON object; the model sees it as `arguments`"));
-            Map::from_iter([("arguments".to_string(), other)])
-        }
-    };
-    ToolCall {
-        id,
-        kind: "function".into(),
-        function: FunctionCall { name, arguments: arguments.into() },
-    }
+    ToolCall { id, kind: "function".into(), function: FunctionCall { name, arguments } }
 }
 
 /// A tool in the form that chat templates read; its schema stands in the field `parameters`.
@@ -236,5 +235,34 @@ mod tests {
         }
         let longest = "é".repeat(STOP_BYTES / 2);
         assert_eq!(stops("stop", Some(json!([longest]))).unwrap(), [longest]);
+    }
+
+    /// A call that this server sent, with `1e999` or more digits than 64 bits have, came back as text in `arguments`,
+    /// or rounded.
+    #[test]
+    fn arguments_come_back_as_they_were_sent() {
+        let arguments = |value: Value| {
+            let mut notes = Vec::new();
+            let call = tool_call("path", "1".into(), "f".into(), value, &mut notes);
+            (call.function.arguments.to_json(), notes.len())
+        };
+        for (sent, json, notes) in [
+            (
+                json!(r#"{"a":1e999,"b":10000000000000000000001}"#),
+                r#"{"a":1e999,"b":10000000000000000000001}"#,
+                0,
+            ),
+            (json!(" {\"a\" : [1, \"b c\"]}\n"), r#"{"a":[1,"b c"]}"#, 0),
+            (json!({"a": 1}), r#"{"a":1}"#, 0),
+            (json!(" "), "{}", 0),
+            (json!("null"), "{}", 0),
+            (json!(null), "{}", 0),
+            (json!("[1]"), r#"{"arguments":[1]}"#, 1),
+            (json!(r#"{"a":007}"#), r#"{"arguments":"{\"a\":007}"}"#, 1),
+            (json!(r#"{"a": 1e999 x}"#), r#"{"arguments":"{\"a\": 1e999 x}"}"#, 1),
+            (json!("{\"a"), r#"{"arguments":"{\"a"}"#, 1),
+        ] {
+            assert_eq!(arguments(sent.clone()), (json.to_string(), notes), "{sent}");
+        }
     }
 }

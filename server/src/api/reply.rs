@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use serde::Serialize;
-use steersman_engine::request::{CallDelta, Event, Finished, Logprob, ToolCall, Usage};
+use serde::{Serialize, Serializer};
+use serde_json::value::RawValue;
+use steersman_engine::request::{Arguments, CallDelta, Event, Finished, Logprob, ToolCall, Usage};
 
 use super::probability::Probabilities;
 use crate::mcp::Ran;
@@ -260,6 +261,12 @@ impl Frames {
     pub fn done(&mut self) {
         self.0.push_back(Frame { event: None, data: "[DONE]".into() });
     }
+}
+
+/// Serializes arguments, where a protocol has them as an object, with all digits of their numbers.
+pub fn all_digits<S: Serializer>(arguments: &Arguments, serializer: S) -> Result<S::Ok, S::Error> {
+    let json = RawValue::from_string(arguments.to_json()).map_err(serde::ser::Error::custom)?;
+    json.serialize(serializer)
 }
 
 /// The JSON of an object.

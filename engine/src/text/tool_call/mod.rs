@@ -32,6 +32,8 @@
 
 use serde_json::{Map, Value};
 
+use crate::request;
+
 mod bare;
 mod blocks;
 mod formats;
@@ -333,39 +335,14 @@ impl Reading {
 impl CallDraft {
     /// The arguments; complete ones are JSON. A number beyond those of a [`Value`] is a string of its digits.
     pub fn values(&self) -> Map<String, Value> {
-        let values = serde_json::from_str(&self.arguments);
-        let values = values.or_else(|_| serde_json::from_str(&in_range(&self.arguments)));
-        values.unwrap_or_else(|error| {
-            tracing::error!(%error, "arguments of a call are no JSON");
-            Map::new()
-        })
-    }
-}
-
-/// `json`, with numbers that a [`Value`] cannot hold as strings.
-fn in_range(json: &str) -> String {
-    let (mut out, mut is_string, mut is_escaped) = (String::new(), false, false);
-    let mut rest = json;
-    while let Some(c) = rest.chars().next() {
-        let is_number = !is_string && (c == '-' || c.is_ascii_digit());
-        let end = match is_number {
-            true => rest.find([',', '}', ']']).unwrap_or(rest.len()),
-            false => c.len_utf8(),
-        };
-        let part = &rest[..end];
-        match serde_json::from_str::<Value>(part) {
-            Err(_) if is_number => out += &Value::from(part).to_string(),
-            _ => out += part,
+        match request::Arguments::parse(&self.arguments) {
+            Some(arguments) => Map::clone(&arguments),
+            None => {
+                tracing::error!("arguments of a call are no JSON");
+                Map::new()
+            }
         }
-        match c {
-            _ if is_escaped => is_escaped = false,
-            '\\' if is_string => is_escaped = true,
-            '"' => is_string = !is_string,
-            _ => {}
-        }
-        rest = &rest[end..];
     }
-    out
 }
 
 /// At which length a text of `length` bytes is read again.

@@ -7,7 +7,7 @@ use steersman_engine::request::{self, Arguments, FinishReason};
 
 use crate::api::error::AnthropicError;
 use crate::api::extension::Extension;
-use crate::api::reply::{Head, Part};
+use crate::api::reply::{Head, Part, all_digits};
 
 /// A message of Anthropic's.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -65,6 +65,7 @@ pub enum ContentBlock {
     ToolUse {
         id: String,
         name: String,
+        #[serde(serialize_with = "all_digits")]
         #[schemars(with = "Map<String, Value>")]
         input: Arguments,
     },
@@ -207,4 +208,23 @@ pub enum Delta {
 #[schemars(deny_unknown_fields)]
 pub struct InputTokens {
     pub input_tokens: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_engine::request::{FunctionCall, ToolCall};
+
+    use super::*;
+
+    /// Whole replies said `1e+22` where streams have the digits that the model wrote.
+    #[test]
+    fn numbers_of_calls_keep_their_digits() {
+        let json = r#"{"id":10000000000000000000001,"far":1e999,"sum":0.10,"none":-0}"#;
+        let arguments = Arguments::written(Map::new(), json);
+        let function = FunctionCall { name: "f".into(), arguments };
+        let call = ToolCall { id: "1".into(), kind: "function".into(), function };
+        let block = ContentBlock::new(&Part::ToolCall(call), "");
+        let block = serde_json::to_string(&block).unwrap();
+        assert_eq!(block, format!(r#"{{"type":"tool_use","id":"1","name":"f","input":{json}}}"#));
+    }
 }

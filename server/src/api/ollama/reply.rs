@@ -8,7 +8,7 @@ use steersman_engine::request::{Arguments, ToolCall};
 
 use crate::api::extension::Extension;
 use crate::api::probability::TokenProbabilities;
-use crate::api::reply::Head;
+use crate::api::reply::{Head, all_digits};
 
 /// A reply, or one line of it.
 #[derive(Debug, Serialize, JsonSchema)]
@@ -113,6 +113,7 @@ struct Call {
 struct Function {
     index: usize,
     name: String,
+    #[serde(serialize_with = "all_digits")]
     #[schemars(with = "Map<String, Value>")]
     arguments: Arguments,
 }
@@ -172,4 +173,23 @@ pub struct Embedded {
 pub struct OneEmbedding {
     /// A vector of length 1; empty without a text.
     pub embedding: Vec<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_engine::request::FunctionCall;
+
+    use super::*;
+
+    /// Integers beyond 64 bits were rounded, and `1e999` was a string.
+    #[test]
+    fn numbers_of_calls_keep_their_digits() {
+        let json = r#"{"id":10000000000000000000001,"far":1e999,"sum":0.10,"none":-0}"#;
+        let arguments = Arguments::written(Map::new(), json);
+        let function = FunctionCall { name: "f".into(), arguments };
+        let call = ToolCall { id: "1".into(), kind: "function".into(), function };
+        let content = Content::chat(String::new(), String::new(), 0, &[&call]);
+        let line = serde_json::to_string(&Line::new(&Head::default(), content, true)).unwrap();
+        assert!(line.contains(&format!(r#""name":"f","arguments":{json}}}"#)), "{line}");
+    }
 }

@@ -83,8 +83,8 @@ fn squashed(text: &str) -> String {
 fn is_written(value: &Value, source: &str) -> bool {
     match value {
         Value::String(text) => {
-            // A number beyond those of a `Value` is a string of its digits.
-            let is_number = text.parse::<f64>().is_ok_and(f64::is_infinite);
+            // A number that a `Value` does not hold is a string of its digits.
+            let is_number = text.len() > 4 && text.parse::<f64>().is_ok();
             let text = squashed(text);
             let ends = |rest: &str| {
                 let ends_number = is_number && rest.starts_with([',', '}', ']']);

@@ -494,7 +494,12 @@ fn numbers_keep_their_digits_and_wrong_escapes_are_text() {
     let big = "<parameter=count>\n18446744073709551616\n</parameter>\n<parameter=meta>\n\
                {\"a\": 1e400}\n</parameter>\n</function>\n";
     check_all([("qwen", qwen(big), r#"book {"count":18446744073709551616,"meta":{"a":1e400}}"#)]);
-    let values =
-        CallDraft { arguments: r#"{"a":1e400,"b":["1e400",2]}"#.into(), ..CallDraft::default() };
-    assert_eq!(Value::from(values.values()), json!({"a": "1e400", "b": ["1e400", 2]}));
+    // Among the values, with which templates write earlier calls, digits are not rounded either.
+    let arguments =
+        r#"{"a":1e400,"b":["1e400",2],"c":18446744073709551616,"d":18446744073709551615}"#;
+    let values = CallDraft { arguments: arguments.into(), ..CallDraft::default() }.values();
+    assert_eq!(
+        Value::from(values),
+        json!({"a": "1e400", "b": ["1e400", 2], "c": "18446744073709551616", "d": u64::MAX})
+    );
 }
