@@ -38,6 +38,8 @@ pub struct Tool {
     pub description: String,
     /// In the form that chat templates read, with the name SERVER__TOOL.
     pub definition: Value,
+    /// Bytes of the definition as JSON.
+    pub bytes: usize,
 }
 
 /// The tools of a server that can be offered to a model, and what was left out.
@@ -98,14 +100,13 @@ impl Listing {
             return Err("its name occurs twice");
         }
         let tool = self.tool(tool);
-        let bytes = tool.definition.to_string().len();
-        if bytes > TOOL_BYTES {
+        if tool.bytes > TOOL_BYTES {
             return Err("its definition is too long");
         }
-        if self.bytes + bytes > LIST_BYTES {
+        if self.bytes + tool.bytes > LIST_BYTES {
             return Err("all definitions together are too long");
         }
-        self.bytes += bytes;
+        self.bytes += tool.bytes;
         self.tools.push(tool);
         Ok(())
     }
@@ -117,10 +118,12 @@ impl Listing {
         let full_name = full_name(&self.server, &tool.name);
         let function =
             json!({"name": full_name, "description": description, "parameters": parameters});
+        let definition = json!({"type": "function", "function": function});
         Tool {
             name: tool.name.to_string(),
             description: description.to_string(),
-            definition: json!({"type": "function", "function": function}),
+            bytes: definition.to_string().len(),
+            definition,
         }
     }
 }

@@ -9,6 +9,7 @@
 //! ```text
 //! server.rs    one server: its connection, calls
 //! listing.rs   its tools
+//! lengths.rs   how many tokens their definitions have
 //! stdio.rs     a server that is a program
 //! http.rs      the HTTP client for servers with an address
 //! bounds.rs    limits on what a server sends, before it is parsed
@@ -22,6 +23,7 @@ pub mod command;
 mod filter;
 mod http;
 mod journal;
+mod lengths;
 mod listing;
 mod server;
 mod stdio;
@@ -32,13 +34,14 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use serde_json::{Map, Value};
 use steersman_engine::request::Request;
-use steersman_engine::{Engine, Info};
+use steersman_engine::Engine;
 
 pub use crate::config::mcp::{McpConfig, McpServerConfig};
 pub use journal::{Entry, Journal, Ran};
 pub use listing::Tool;
 pub use server::Server;
 
+use self::lengths::{Definition, Lengths};
 use self::server::PATIENCE;
 use crate::config::ServerConfig;
 use crate::config::mcp::{SEPARATOR, split};
@@ -51,6 +54,7 @@ pub struct Mcp {
     /// Profiles whose traces have texts.
     traced: BTreeSet<String>,
     rounds: u32,
+    lengths: Arc<Lengths>,
     /// The calls of recent requests.
     pub journal: Journal,
 }
@@ -121,6 +125,7 @@ impl Mcp {
             traced: traced.map(|(name, _)| name.clone()).collect(),
             grants,
             rounds: config.mcp.rounds,
+            lengths: Arc::default(),
             journal: Journal::new(config.trace_requests),
         })
     }
@@ -180,16 +185,17 @@ impl Mcp {
                     ));
                     continue;
                 }
-                definitions.push((name.clone(), tool.definition.clone()));
+                let (definition, bytes) = (tool.definition.clone(), tool.bytes);
+                definitions.push(Definition { name: name.clone(), definition, bytes });
                 tools.insert(name, (server.to_string(), tool.name.clone()));
             }
         }
-        let too_long = take_too_long(&mut definitions, engine.info());
-        request.tools.extend(definitions.into_iter().map(|(_, definition)| definition));
-        for (name, _) in &too_long {
+        let too_long = self.lengths.take_too_long(&mut definitions, engine).await;
+        request.tools.extend(definitions.into_iter().map(|one| one.definition));
+        for name in &too_long {
             tools.remove(name);
         }
-        if let [(first, _), others @ ..] = &*too_long {
+        if let [first, others @ ..] = &*too_long {
             let more = if others.is_empty() {
                 String::new()
             } else {
@@ -202,26 +208,6 @@ impl Mcp {
         let (mcp, profile) = (self.clone(), profile.to_string());
         (!tools.is_empty()).then_some(Toolbox { mcp, profile, tools, client })
     }
-}
-
-/// Takes out of `definitions`, which are named, those for which half of the model's context has no room: a server that
-/// lists long tools must not fill the prompts of its profiles.
-fn take_too_long(definitions: &mut Vec<(String, Value)>, info: &Info) -> Vec<(String, Value)> {
-    let texts: Vec<String> = definitions.iter().map(|(_, value)| value.to_string()).collect();
-    let mut room = info.context / 2;
-    // A token has at least a byte, so that the tokens of a few short definitions need not be counted.
-    if texts.iter().map(String::len).sum::<usize>() <= room {
-        return Vec::new();
-    }
-    let mut texts = texts.iter();
-    let is_too_long = |_: &mut (String, Value)| {
-        let tokens = texts.next().map(|text| info.text.encode_plain(text));
-        let tokens = tokens.and_then(Result::ok).map_or(usize::MAX, |tokens| tokens.len());
-        let left = room.checked_sub(tokens);
-        room = left.unwrap_or(room);
-        left.is_none()
-    };
-    definitions.extract_if(.., is_too_long).collect()
 }
 
 impl Toolbox {
