@@ -379,6 +379,47 @@ fn a_hostile_hub_writes_nothing_outside_of_the_cache_and_every_download_ends() {
     });
 }
 
+/// The test above once more, in a root of its own: a layer over this machine's file systems takes whatever is written,
+/// wherever that is. Needs the rights to mount. Without them, the folders around the cache were compared above.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_hostile_hub_changes_nothing_in_a_whole_root() {
+    const TEST: &str = "a_hostile_hub_writes_nothing_outside_of_the_cache_and_every_download_ends";
+    // The test keeps its caches in /hostile-work, and removes them.
+    const SCRIPT: &str = r#"
+        set -e
+        mount -t tmpfs none "$1"
+        mkdir "$1/layer" "$1/work" "$1/root"
+        mount -t overlay overlay -o "lowerdir=/,upperdir=$1/layer,workdir=$1/work" "$1/root"
+        mount --rbind /dev "$1/root/dev"
+        mount --rbind /proc "$1/root/proc"
+        mkdir "$1/root/hostile-work"
+        cp "$2" "$1/root/hostile-test"
+        chroot "$1/root" sh -c ': > /hostile-canary'
+        echo mounted
+        TMPDIR=/hostile-work HOME=/hostile-work chroot "$1/root" /hostile-test --exact "$3" >&2
+        cd "$1/layer"
+        find . -mindepth 1 | sort
+    "#;
+    let (place, program) = (tempfile::tempdir().unwrap(), std::env::current_exe().unwrap());
+    let output = std::process::Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh"])
+        .args([place.path(), program.as_path()])
+        .arg(format!("hub::hostile::{TEST}"))
+        .output();
+    let Ok(output) = output else {
+        return eprintln!("not run: there is no program `unshare`");
+    };
+    let (found, problems) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let Some(found) = found.strip_prefix("mounted\n") else {
+        return eprintln!("not run: {problems}");
+    };
+    assert!(output.status.success() && problems.contains("1 passed"), "{problems}");
+    let found: Vec<_> = found.lines().collect();
+    assert_eq!(found, ["./hostile-canary", "./hostile-test", "./hostile-work"]);
+}
+
 /// Fault A11: a download could not be stopped, and no other one began until a restart.
 #[test]
 fn a_download_that_is_stopped_ends_at_once() {
