@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::HeaderMap;
+use axum::http::header::CONTENT_ENCODING;
+use axum::http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use parking_lot::Mutex;
 use serde_json::{Map, Value};
@@ -81,6 +82,10 @@ impl Bodies {
     ) -> Result<ReadBody, ApiError> {
         if let Some(expected) = content_type.filter(|expected| !is_type(headers, expected)) {
             return Err(ApiError::not_of_type(expected));
+        }
+        let is_plain = |coding: &HeaderValue| coding.as_bytes().eq_ignore_ascii_case(b"identity");
+        if !headers.get_all(CONTENT_ENCODING).iter().all(is_plain) {
+            return Err(ApiError::encoded());
         }
         let time = Duration::from_secs(self.timeout_s);
         match tokio::time::timeout(time, self.collect(body, limit)).await {

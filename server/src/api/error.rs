@@ -319,6 +319,14 @@ impl ApiError {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, code, "", message)
     }
 
+    /// A body that is compressed, or encoded in another way.
+    pub fn encoded() -> Self {
+        let message =
+            "no Content-Encoding is supported; send the body as it is, without this header";
+        let code = "unsupported_media_type";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, code, "", message)
+    }
+
     fn new(
         status: StatusCode,
         kind: &'static str,

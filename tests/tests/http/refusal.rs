@@ -253,6 +253,22 @@ async fn body_has_a_content_type_and_a_maximum_size() {
     let kind = "application/json; charset=utf-8".parse().unwrap();
     request.headers_mut().insert(header::CONTENT_TYPE, kind);
     assert_eq!(send(&app, request).await.status(), StatusCode::OK);
+
+    // A compressed body was "not valid JSON", and the header was ignored where the body was plain.
+    for (coding, status) in [
+        ("gzip", StatusCode::UNSUPPORTED_MEDIA_TYPE),
+        ("identity, br", StatusCode::UNSUPPORTED_MEDIA_TYPE),
+        ("Identity", StatusCode::OK),
+    ] {
+        let mut request = post(body(json!({})).to_string());
+        request.headers_mut().insert(header::CONTENT_ENCODING, coding.parse().unwrap());
+        let response = send(&app, request).await;
+        assert_eq!(response.status(), status, "{coding}");
+        if status != StatusCode::OK {
+            let message = json_of(response).await["error"]["message"].to_string();
+            assert!(message.contains("Content-Encoding"), "{message}");
+        }
+    }
 }
 
 /// Claude Code sends `HEAD /` before its first request, without a key. Before, it got a 404.
