@@ -126,6 +126,16 @@ pub fn typed_object<T: DeserializeOwned>(path: &str, value: &Value) -> Result<T,
     typed(path, value)
 }
 
+/// Checks that the fields `names` of the object at `path` are texts, if it has them: serde's errors of an enum with
+/// tags name none of its fields.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn check_texts(path: &str, object: &Value, names: &[&str]) -> Result<(), ApiError> {
+    let problem = |name: &&str| typed::<String>(&join(path, name), object.get(*name)?).err();
+    names.iter().find_map(problem).map_or(Ok(()), Err)
+}
+
 /// The path of `field` of what stands at `at`.
 pub fn join(at: &str, field: &str) -> String {
     match (at, field) {

@@ -13,6 +13,15 @@ use serde_json::Value;
 /// Most characters of a client's text that an error quotes.
 const QUOTED: usize = 80;
 
+/// From here on, numbers are written with an exponent.
+const LONG: f64 = 1e15;
+
+/// What an `i64` is.
+const WHOLE: &str = "a whole number";
+
+/// The same, where a number is too far from 0.
+const BELOW: &str = "a whole number of at most 9223372036854775807, on either side of 0";
+
 /// A value to deserialize.
 #[derive(Clone, Copy)]
 pub struct Typed<'a>(pub &'a Value);
@@ -35,7 +44,15 @@ impl de::Error for Problem {
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
-        Self(format!("is {}, expected {}", found_words(found), expected_words(expected)))
+        let words = match (&found, expected_words(expected)) {
+            // It may be whole, but is too far from 0.
+            (Unexpected::Unsigned(_), words) if words == WHOLE => BELOW.into(),
+            (Unexpected::Float(value), words) if words == WHOLE && value.fract() == 0.0 => {
+                BELOW.into()
+            }
+            (_, words) => words,
+        };
+        Self(format!("is {}, expected {words}", found_words(found)))
     }
 
     fn invalid_value(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
@@ -78,6 +95,7 @@ fn found_words(found: Unexpected<'_>) -> String {
         Unexpected::Bool(value) => value.to_string(),
         Unexpected::Unsigned(value) => value.to_string(),
         Unexpected::Signed(value) => value.to_string(),
+        Unexpected::Float(value) if value.abs() >= LONG => format!("{value:e}"),
         Unexpected::Float(value) => value.to_string(),
         Unexpected::Str(text) => quoted(text),
         Unexpected::Unit | Unexpected::Option => "null".into(),
@@ -93,7 +111,7 @@ fn expected_words(expected: &dyn Expected) -> String {
     let known = match words.as_str() {
         "u32" => "a whole number from 0 to 4294967295",
         "u64" | "usize" => "a whole number, not below 0",
-        "i64" => "a whole number",
+        "i64" => WHOLE,
         "f32" | "f64" | "a JSON number" => "a number",
         "a map" => "an object",
         "unit" => "null",

@@ -331,7 +331,30 @@ async fn errors_have_anthropics_format() {
         (json!({"messages": []}), 400, "invalid_request_error", "messages"),
         (json!({"colour": 1}), 400, "invalid_request_error", "`colour`"),
         (json!({"max_tokens": 0}), 400, "invalid_request_error", "max_tokens"),
-        (json!({"thinking": {"type": "enabled"}}), 400, "invalid_request_error", "thinking"),
+        (
+            json!({"max_tokens": 9_223_372_036_854_775_808_u64}),
+            400,
+            "invalid_request_error",
+            "max_tokens: is 9223372036854775808, expected a whole number of at most",
+        ),
+        (
+            json!({"max_tokens": 1e300}),
+            400,
+            "invalid_request_error",
+            "max_tokens: is 1e300, expected",
+        ),
+        (
+            json!({"thinking": {"type": "enabled"}}),
+            400,
+            "invalid_request_error",
+            "thinking.budget_tokens: missing",
+        ),
+        (
+            json!({"thinking": {"type": "enabled", "budget_tokens": -1}}),
+            400,
+            "invalid_request_error",
+            "thinking.budget_tokens: is -1",
+        ),
         (
             json!({"tool_choice": {"type": "tool"}}),
             400,
@@ -339,6 +362,12 @@ async fn errors_have_anthropics_format() {
             "tool_choice.name",
         ),
         (json!({"output_config": {"format": {}}}), 400, "invalid_request_error", "output_config"),
+        (
+            user(json!({"type": "text", "text": 5})),
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].text: is 5, expected a string",
+        ),
         (user(image), 400, "invalid_request_error", "messages[0].content[0].type: is `image`"),
         (
             user(json!({"type": "tool_use", "id": "a", "name": "b", "input": {}})),

@@ -536,6 +536,11 @@ async fn errors_name_the_field() {
             "input[0].type",
         ),
         (item(json!({"type": "function_call", "name": "f"})), "invalid_type", "input[0]"),
+        (
+            item(json!({"type": "function_call", "call_id": 5, "name": "f", "arguments": "{}"})),
+            "invalid_type",
+            "input[0].call_id",
+        ),
         (json!({"input": "a", "tool_choice": "sometimes"}), "invalid_value", "tool_choice"),
     ] {
         let (status, reply) = create(&app, body.clone()).await;

@@ -63,12 +63,46 @@ struct ToolChoiceBody {
     name: Option<String>,
 }
 
-#[derive(Deserialize, JsonSchema)]
+#[derive(JsonSchema)]
 #[serde(tag = "type", rename_all = "lowercase")]
 enum Thinking {
     Enabled { budget_tokens: u32 },
     Disabled,
     Adaptive,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum ThinkingType {
+    Enabled,
+    Disabled,
+    Adaptive,
+}
+
+impl Thinking {
+    /// Reads the field. Serde's errors of an enum with tags name the whole of it only.
+    ///
+    /// # Errors
+    /// 400 naming its field.
+    fn parse(thinking: &Value) -> Result<Self, ApiError> {
+        const BUDGET: &str = "thinking.budget_tokens";
+        let fields = thinking.as_object().cloned();
+        let mut fields = fields.ok_or_else(|| {
+            ApiError::invalid("invalid_type", "thinking", "thinking: must be an object")
+        })?;
+        json::whole_numbers(&mut fields);
+        let field = |name: &str| fields.get(name).filter(|value| !value.is_null());
+        let missing = |path: &str| ApiError::missing(path, format!("{path}: missing"));
+        let kind = field("type").ok_or_else(|| missing("thinking.type"))?;
+        Ok(match json::typed("thinking.type", kind)? {
+            ThinkingType::Enabled => {
+                let tokens = field("budget_tokens").ok_or_else(|| missing(BUDGET))?;
+                Self::Enabled { budget_tokens: json::typed(BUDGET, tokens)? }
+            }
+            ThinkingType::Disabled => Self::Disabled,
+            ThinkingType::Adaptive => Self::Adaptive,
+        })
+    }
 }
 
 #[derive(Deserialize, JsonSchema)]
@@ -124,6 +158,14 @@ const BLOCKS: &[(&str, &[&str])] = &[
     ("tool_result", &["tool_use_id", "content", "is_error", "cache_control"]),
 ];
 
+/// Types of [`Block`]s, and their fields that are texts.
+const TEXTS: &[(&str, &[&str])] = &[
+    ("text", &["text"]),
+    ("thinking", &["thinking"]),
+    ("tool_use", &["id", "name"]),
+    ("tool_result", &["tool_use_id"]),
+];
+
 /// The fields of a block of text.
 const TEXT: &[&str] = &["text", "citations", "cache_control"];
 
@@ -163,7 +205,7 @@ impl Body {
         let thinking = self.thinking.filter(|thinking| !thinking.is_null());
         let thinking = thinking.map(|thinking| {
             unknown.check("thinking", "body", &thinking, &["budget_tokens", "display"]);
-            json::typed_object("thinking", &thinking)
+            Thinking::parse(&thinking)
         });
         let thinking = thinking.transpose()?;
         let asked = matches!(thinking, Some(Thinking::Enabled { .. } | Thinking::Adaptive));
@@ -445,6 +487,7 @@ fn blocks(path: &str, content: Value, unknown: &mut Unknown) -> Result<Vec<Block
             return Err(ApiError::unsupported(param, message));
         };
         unknown.check(&path, kind, part, known);
+        json::check_texts(&path, part, fields_of(TEXTS, kind).unwrap_or_default())?;
         json::typed(&path, part)
     };
     parts.iter().enumerate().map(block).collect()

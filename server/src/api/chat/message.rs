@@ -189,6 +189,11 @@ fn text(path: &str, content: Option<Value>, is_assistant: bool) -> Result<String
         }
     };
     let part = |(k, part): (usize, &Value)| {
+        if !part.is_object() {
+            let param = format!("{path}[{k}]");
+            let message = format!("{param}: must be an object with a `type`");
+            return Err(ApiError::invalid("invalid_type", param, message));
+        }
         let kind = part.get("type").and_then(Value::as_str).unwrap_or("");
         let key = match kind {
             "text" => "text",

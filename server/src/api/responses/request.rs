@@ -164,6 +164,14 @@ const ITEMS: &[(&str, &[&str])] = &[
     ),
 ];
 
+/// Types of [`Item`]s, and their fields that are texts.
+const TEXTS: &[(&str, &[&str])] = &[
+    ("message", &["role"]),
+    ("function_call", &["call_id", "name"]),
+    ("function_call_output", &["call_id"]),
+    ("mcp_call", &["id", "server_label", "name"]),
+];
+
 /// Types of parts of a content, and the fields that each may have.
 const PARTS: &[(&str, &[&str])] = &[
     // Every prefix is cached.
@@ -327,6 +335,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
             continue;
         };
         unknown.check(&path, kind, item, known);
+        json::check_texts(&path, item, fields_of(TEXTS, kind).unwrap_or_default())?;
         let mut tagged = item.clone();
         if let Some(item) = tagged.as_object_mut() {
             item.insert("type".into(), kind.into());
