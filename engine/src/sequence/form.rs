@@ -20,6 +20,7 @@ impl Steering {
     }
 
     /// Returns true if the reply has a form.
+    #[cfg(test)]
     pub fn has_form(&self) -> bool {
         self.constraint.is_some()
     }

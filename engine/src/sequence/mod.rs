@@ -236,11 +236,6 @@ impl Sequence {
         &self.reply
     }
 
-    /// Policies, grammar and sampling parameters.
-    pub fn steering(&self) -> &Steering {
-        &self.steering
-    }
-
     /// The parameters of sampling.
     pub fn sampler(&mut self) -> &mut Sampler {
         self.steering.sampler()
@@ -524,6 +519,10 @@ impl Sequence {
 
     pub fn set_saves_anywhere(&mut self, saves_anywhere: bool) {
         self.saves_anywhere = saves_anywhere;
+    }
+
+    pub fn has_form(&self) -> bool {
+        self.steering.has_form()
     }
 
     pub fn set_rewound(&mut self, tokens: usize) {

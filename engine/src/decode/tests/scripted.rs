@@ -415,7 +415,7 @@ pub fn run_session(
     if request.streams_calls && !judges_calls {
         again.stream_calls();
     }
-    if !sequence.steering().has_form() {
+    if !sequence.has_form() {
         again.read_untagged_calls();
     }
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
