@@ -83,7 +83,21 @@ pub fn choices(server: &ServerConfig, config: &Config, machine: &Machine) -> Vec
             "engine.max_running",
             machine.max_running.to_string(),
             engine.max_running > 0,
-            "a pass reads the weights once for all of them",
+            match machine.chip {
+                Some(_) => "by the table of chips: more make no more tokens a second together",
+                None => "a pass reads the weights once for all of them",
+            },
+        ),
+        choice(
+            "engine.wired_idle_s",
+            engine.wired_idle_s.to_string(),
+            engine.wired_idle_s != EngineConfig::default().wired_idle_s,
+            match machine.chip {
+                Some(_) => {
+                    "the same on every Mac; with macOS 15 or later, a model stays in memory for so long"
+                }
+                None => "the same on every machine; has an effect on Macs alone",
+            },
         ),
         choice(
             "engine.prefill_chunk",
@@ -115,7 +129,10 @@ pub fn choices(server: &ServerConfig, config: &Config, machine: &Machine) -> Vec
             "server.max_connections",
             connections.limit().to_string(),
             server.max_connections > 0,
-            &format!("three quarters of the {} files that may be open, at most 4096", open_files()),
+            &format!(
+                "three quarters of the {} files that the server may open after it raised the limit, at most 4096",
+                open_files()
+            ),
         ),
         choice(
             "server.max_connections_per_address",
