@@ -6,6 +6,7 @@
 
 pub mod cpu;
 pub mod cuda;
+pub mod metal;
 mod switch;
 #[cfg(test)]
 mod tests;
@@ -67,7 +68,10 @@ pub fn gated_delta(
     }
     match cpu::gated_delta(layer, x, before, record) {
         Some(rows) => rows.map(Some),
-        None => cuda::gated_delta(layer, x, before, record),
+        None => match metal::gated_delta(layer, x, before, record)? {
+            Some(rows) => Ok(Some(rows)),
+            None => cuda::gated_delta(layer, x, before, record),
+        },
     }
 }
 
@@ -81,7 +85,13 @@ fn rewind(
     x: &Element,
     keep: i32,
 ) -> Result<Option<[Array; 2]>> {
-    if KernelKind::Rewind.is_on() { cuda::rewind(before, writes, x, keep) } else { Ok(None) }
+    if !KernelKind::Rewind.is_on() {
+        return Ok(None);
+    }
+    match metal::rewind(before, writes, x, keep)? {
+        Some(kept) => Ok(Some(kept)),
+        None => cuda::rewind(before, writes, x, keep),
+    }
 }
 
 /// [`RewindKernels::replay`] on a CPU.

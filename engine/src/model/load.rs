@@ -14,6 +14,7 @@ use crate::device::{self, DeviceInfo};
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::{self, Capability};
+use crate::kernels::metal;
 use crate::nn::compile_steps;
 
 /// A model ready to run, and its properties.
@@ -115,18 +116,19 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
             }));
         }
     };
+    let as_gpu = is_gpu(config, on_cpu);
     let storage = match config.kernels {
         _ if on_cpu && config.cpu_dequantize => Storage::Dequantized,
-        config::Kernels::Auto if on_cpu => Storage::OwnKernels(activations),
+        config::Kernels::Auto if !as_gpu => Storage::OwnKernels(activations),
         _ => Storage::Packed,
     };
     let compile = match config.compile {
-        config::Compile::Auto => !on_cpu,
+        config::Compile::Auto => as_gpu,
         config::Compile::On => true,
         config::Compile::Off => false,
     };
     compile_steps(compile);
-    let kernels = enable_kernels(config, on_cpu);
+    let EnabledKernels { cuda: kernels, metal: metal_kernels } = enable_kernels(config, on_cpu);
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 
@@ -147,6 +149,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         huge_pages_mib,
         compile,
         cuda_kernels = ?kernels,
+        metal_kernels,
         unused,
         blas,
         "model loaded"
@@ -165,7 +168,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let numbers = format!("{device}, {}{rounded}", dtype_name(dtype));
     let quantized = match storage {
         Storage::Dequantized => "dequantized",
-        Storage::Packed if kernels.is_some() => "as stored, own kernels",
+        Storage::Packed if kernels.is_some() || metal_kernels => "as stored, own kernels",
         Storage::Packed => "as stored",
         Storage::OwnKernels(_) => "own kernels",
     };
@@ -196,13 +199,26 @@ pub fn choose_device(configured: config::Device) -> Result<bool> {
     Ok(on_cpu)
 }
 
-/// Makes layers on this thread use our own kernels of the device, if `config` allows it. Returns the CUDA device for
-/// which there are some.
-pub fn enable_kernels(config: &ModelConfig, on_cpu: bool) -> Option<Capability> {
+/// The kernels that layers on a thread use.
+pub struct EnabledKernels {
+    /// The CUDA device for which there are some.
+    pub cuda: Option<Capability>,
+    /// Whether those for Metal are used, on a Mac or under an emulation.
+    pub metal: bool,
+}
+
+/// Makes layers on this thread use our own kernels of the device, if `config` allows it.
+pub fn enable_kernels(config: &ModelConfig, on_cpu: bool) -> EnabledKernels {
     let is_allowed = config.kernels == config::Kernels::Auto;
-    cpu::enable(on_cpu && is_allowed);
+    let as_gpu = is_gpu(config, on_cpu);
+    cpu::enable(is_allowed && !as_gpu);
     let capability = if on_cpu || !is_allowed { None } else { Capability::of_device() };
-    cuda::enable(capability)
+    EnabledKernels { cuda: cuda::enable(capability), metal: metal::enable(is_allowed && as_gpu) }
+}
+
+/// Whether layers are those of a GPU. A test that emulates Metal has what a Mac has.
+fn is_gpu(config: &ModelConfig, on_cpu: bool) -> bool {
+    !on_cpu || (config.kernels == config::Kernels::Auto && metal::is_emulated())
 }
 
 /// Whether MLX is to compute on the CPU.

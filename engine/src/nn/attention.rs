@@ -34,8 +34,18 @@ pub fn attention(
     spans: &mut [Span<'_>],
     layer: usize,
 ) -> Result<Array> {
-    // Keys and then values, as further heads: one write to each cache.
     let kv = concatenate(&[k, v], 2)?.swap_axes(1, 2)?;
+    append_and_attend(q, &kv, scores, spans, layer)
+}
+
+/// [`attention`] with keys and then values as further heads, heads first, [1, 2 H_kv, R, D]: one write to each cache.
+pub fn append_and_attend(
+    q: &Array,
+    kv: &Array,
+    scores: &Scores,
+    spans: &mut [Span<'_>],
+    layer: usize,
+) -> Result<Array> {
     let mut start = 0;
     for span in &mut *spans {
         let end = start + span.rows;

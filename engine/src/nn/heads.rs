@@ -2,10 +2,10 @@
 
 use mlx_rs::Array;
 
-use super::{Joined, Outputs, RmsNorm, Rope, Scores, attention, sigmoid_gated};
+use super::{Joined, Outputs, RmsNorm, Rope, Scores, append_and_attend, attention, sigmoid_gated};
 use crate::cache::{Full, LayerCache, Span};
 use crate::error::Result;
-use crate::kernels::{self, Destination, HeadsRows, HeadsView};
+use crate::kernels::{self, Destination, HeadsRows, HeadsView, metal};
 
 /// Heads of a layer, and what happens to them between projection and attention.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +41,14 @@ impl Heads<'_> {
     ) -> Result<Array> {
         if self.has_kernel(&projected, scores, spans, layer) {
             return self.attend_by_kernel(&projected, scores.scale, spans, layer);
+        }
+        let positions = spans.iter().flat_map(|span| span.offset()..span.offset() + span.rows);
+        if let Some(heads) = metal::rotated_heads(&self.view(), &projected, positions)? {
+            let mixed = append_and_attend(&heads.q, &heads.kv, scores, spans, layer)?;
+            return match heads.gates {
+                Some(gates) => sigmoid_gated(gates, mixed),
+                None => Ok(mixed),
+            };
         }
         let &Self { heads: h, kv_heads: h_kv, head_dim: d, .. } = self;
         let [mut q, k, v] = projections.split(projected)?;

@@ -8,9 +8,10 @@ use super::{Linear, Packed};
 use crate::error::Result;
 use crate::kernels::cpu;
 use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::metal;
 use crate::kernels::{Input, Outputs};
 
-/// N linear layers of the same input. On CUDA, quantized ones of one format are one matrix: a step is short, and
+/// N linear layers of the same input. On GPUs, quantized ones of one format are one matrix: a step is short, and
 /// each product costs a launch. On CPUs, products of one format are one operation.
 #[derive(Debug, Clone)]
 pub struct Joined<const N: usize> {
@@ -21,13 +22,14 @@ pub struct Joined<const N: usize> {
 }
 
 impl<const N: usize> Joined<N> {
-    /// Joins `layers` if there is a kernel for the product.
+    /// Joins `layers` where kernels read their outputs side by side.
     pub fn new(layers: [Linear; N]) -> Result<Self> {
         let mut starts: Vec<i32> = Vec::with_capacity(N);
         for layer in &layers[..N - 1] {
             starts.push(starts.last().unwrap_or(&0) + layer.shape()[0]);
         }
-        let joined = if cuda::is_enabled() { joined(&layers)? } else { None };
+        let joins = cuda::is_enabled() || metal::is_enabled();
+        let joined = if joins { joined(&layers)? } else { None };
         let layers = joined.map_or_else(|| layers.into(), |joined| vec![joined]);
         Ok(Self { layers, starts })
     }
@@ -71,7 +73,7 @@ impl<const N: usize> Joined<N> {
         self.each(|layer| layer.gather(x, which, sorted))
     }
 
-    /// The outputs one by one.
+    /// The outputs one by one, each contiguous.
     pub fn split(&self, outputs: Outputs<N>) -> Result<[Array; N]> {
         match outputs {
             Outputs::Apart(outputs) => Ok(outputs),
@@ -83,6 +85,17 @@ impl<const N: usize> Joined<N> {
                     outputs.iter().map(Array::contiguous).collect::<std::result::Result<_, _>>()?;
                 Ok(outputs.try_into().expect("one output for each layer"))
             }
+        }
+    }
+
+    /// The outputs one by one, for operations on single elements: on Metal these read parts of wider rows.
+    pub fn views(&self, outputs: Outputs<N>) -> Result<[Array; N]> {
+        match outputs {
+            Outputs::Joined(all) if metal::is_enabled() => {
+                let outputs = all.split_at_indices(&self.starts, -1)?;
+                Ok(outputs.try_into().expect("one output for each layer"))
+            }
+            outputs => self.split(outputs),
         }
     }
 

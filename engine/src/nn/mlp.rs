@@ -107,7 +107,7 @@ impl GatedMlp {
         let both = match fused {
             Some(both) => both,
             None => {
-                let [gate, up] = self.gate_up.split(self.gate_up.outputs(x)?)?;
+                let [gate, up] = self.gate_up.views(self.gate_up.outputs(x)?)?;
                 self.gate.apply(gate, up)?
             }
         };

@@ -16,6 +16,7 @@ use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::Activations;
 use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::metal;
 use crate::kernels::{DENSE_ROWS, Mode, PackedView, Quantization};
 
 /// A quantized matrix [out, in], or a stack of them [E, out, in].
@@ -70,8 +71,11 @@ impl Packed {
         }
     }
 
-    /// `x` [.., in] times the transposed matrix by MLX, [.., out] in `x`'s dtype.
+    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype: by MLX, or by a kernel for Metal.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
+        if let Some(y) = metal::packed_rows(&self.view(), x)? {
+            return Ok(y);
+        }
         // Dense products of f32 are rounded to TF32.
         let dense = cuda::is_enabled() && x.dtype() != Dtype::Float32 && x.ndim() > 1;
         if dense && x.dim(-2) >= DENSE_ROWS {

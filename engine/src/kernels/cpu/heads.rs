@@ -125,7 +125,7 @@ mod tests {
     use crate::kernels::cpu::enable;
     use crate::kernels::tests::{Backend, check_copies, check_heads};
 
-    const BACKEND: Backend = Backend { enable, is_cuda: false };
+    const BACKEND: Backend = Backend { enable, joins: false, attends: true, queues: false };
 
     #[test]
     fn heads_equal_their_operations() {

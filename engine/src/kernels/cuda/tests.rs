@@ -9,13 +9,16 @@ use mlx_rs::{Array, Device, Dtype};
 use super::tiled::QUANTIZATION;
 use super::{Capability, Tiled};
 use crate::cache::{Cache, Full, LayerCache, Span};
-use crate::kernels::tests::{Backend, check_copies, check_heads, error, normal};
+use crate::kernels::tests::{
+    Backend, check_copies, check_heads, error, gated_delta, normal, outputs, projected, run_delta,
+    states_after,
+};
 use crate::nn::{
-    Block, DENSE_ROWS, Embedding, Experts, Gate, GatedDelta, GatedMlp, Input, Joined, Linear, Mlp,
-    Moe, Outputs, Packed, RmsNorm, Scores, Shared, attention, swiglu,
+    Block, DENSE_ROWS, Embedding, Experts, Gate, GatedMlp, Input, Joined, Linear, Mlp, Moe, Packed,
+    RmsNorm, Scores, Shared, attention, swiglu,
 };
 
-const BACKEND: Backend = Backend { enable, is_cuda: true };
+const BACKEND: Backend = Backend { enable, joins: true, attends: true, queues: true };
 
 /// Runs `test` with the types of models, if there is a device.
 fn on_device(test: impl Fn(Dtype, f32)) {
@@ -32,79 +35,6 @@ fn enable(on: bool) {
     super::enable(if on { Capability::of_device() } else { None });
 }
 
-fn gated_delta(heads: [i32; 2], dim: i32, dtype: Dtype) -> GatedDelta {
-    let [key_heads, value_heads] = heads;
-    let channels = (2 * key_heads + value_heads) * dim;
-    GatedDelta {
-        conv1d: (0..4).map(|tap| normal(tap, &[channels], dtype)).collect(),
-        a_log: normal(10, &[value_heads], Dtype::Float32),
-        dt_bias: normal(11, &[value_heads], dtype),
-        norm: RmsNorm { weight: normal(12, &[dim], dtype), eps: 1e-6 },
-        key_heads,
-        value_heads,
-        key_dim: dim,
-        value_dim: dim,
-    }
-}
-
-/// Projections of `rows` rows, [1, R, outputs of all].
-fn projected(layer: &GatedDelta, rows: i32, dtype: Dtype) -> Array {
-    let (heads, values) = (layer.value_heads, layer.value_heads * layer.value_dim);
-    let channels = 2 * layer.key_heads * layer.key_dim + values;
-    normal(20, &[1, rows, channels + values + 2 * heads], dtype)
-}
-
-/// Rows of projections, in one array or in one for each layer.
-fn outputs(layer: &GatedDelta, all: &Array, from: i32, to: i32, joined: bool) -> Outputs<4> {
-    let all = Outputs::Joined(all.try_index((.., from..to)).unwrap());
-    if joined {
-        return all;
-    }
-    let parts = layer.parts(&all).unwrap();
-    Outputs::Apart([parts.qkv, parts.z, parts.b, parts.a])
-}
-
-/// Output and final states of two sequences that run `passes` of rows each, with or without the kernel.
-fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> Vec<Array> {
-    enable(kernel);
-    let x = projected(layer, 2 * passes.iter().sum::<i32>(), dtype);
-    let new = || {
-        let recurrent = layer.new_cache(dtype).unwrap();
-        Cache::new(vec![LayerCache::Recurrent(recurrent)])
-    };
-    let (mut first, mut second) = (new(), new());
-    let (mut ys, mut start) = ([Vec::new(), Vec::new()], 0);
-    for (pass, &count) in passes.iter().enumerate() {
-        // The last pass is recorded, and one row of it stays.
-        let is_last = pass + 1 == passes.len();
-        if is_last {
-            [&mut first, &mut second].into_iter().for_each(Cache::mark_draft);
-        }
-        let end = start + 2 * count;
-        let own = outputs(layer, &x, start, end, pass % 2 == 0);
-        let mut spans = [&mut first, &mut second].map(|cache| Span { rows: count, cache });
-        let y = layer.forward(&own, &mut spans, 0).unwrap();
-        for (y, parts) in y.split_at_indices(&[count], 1).unwrap().into_iter().zip(&mut ys) {
-            parts.push(y);
-        }
-        start = end;
-        if is_last {
-            for cache in [&mut first, &mut second] {
-                let LayerCache::Recurrent(recurrent) = &mut cache.layers[0] else { unreachable!() };
-                recurrent.rewind_draft(1).unwrap();
-            }
-        }
-    }
-    let mut result: Vec<Array> = ys.iter().map(|parts| concatenate(parts, 1).unwrap()).collect();
-    for cache in [first, second] {
-        result.extend(cache.arrays().unwrap());
-    }
-    // Not together with the operations that it is compared with.
-    eval(&result).unwrap();
-    enable(false);
-    result
-}
-
 /// The reference runs on the CPU: products of MLX on a GPU are rounded to TF32.
 #[test]
 fn gated_delta_equals_its_operations() {
@@ -112,10 +42,10 @@ fn gated_delta_equals_its_operations() {
         for (heads, dim) in [([16, 32], 128), ([2, 2], 64), ([1, 3], 32)] {
             let layer = gated_delta(heads, dim, dtype);
             for passes in [&[1][..], &[3, 1, 8, 2], &[9], &[70, 1, 1]] {
-                let ours = run_delta(true, &layer, passes, dtype);
-                let operations = run_delta(false, &layer, passes, dtype);
+                let ours = run_delta(&BACKEND, true, &layer, passes, dtype);
+                let operations = run_delta(&BACKEND, false, &layer, passes, dtype);
                 Device::set_default(&Device::cpu());
-                let reference = run_delta(false, &layer, passes, dtype);
+                let reference = run_delta(&BACKEND, false, &layer, passes, dtype);
                 Device::set_default(&Device::gpu());
                 for (i, b) in reference.iter().enumerate() {
                     let (error, on_gpu) = (error(&ours[i], b), error(&operations[i], b));
@@ -126,39 +56,6 @@ fn gated_delta_equals_its_operations() {
             }
         }
     });
-}
-
-/// Most rows of a sequence in [`states_after`].
-const MOST: i32 = 12;
-
-/// States and tails of two sequences after two rows and `keep` further ones, which are the first of a draft of `rows` or a
-/// pass of their own.
-fn states_after(
-    layer: &GatedDelta,
-    keep: i32,
-    rows: i32,
-    joined: bool,
-    dtype: Dtype,
-) -> Vec<Array> {
-    // The same numbers for all `rows`.
-    let x = projected(layer, 2 * MOST, dtype);
-    let new = || Cache::new(vec![LayerCache::Recurrent(layer.new_cache(dtype).unwrap())]);
-    let mut caches = [new(), new()];
-    let run = |caches: &mut [Cache; 2], from: i32, rows: i32| {
-        let parts =
-            [from, MOST + from].map(|start| x.try_index((.., start..start + rows)).unwrap());
-        let own = outputs(layer, &concatenate(&parts, 1).unwrap(), 0, 2 * rows, joined);
-        let mut spans = caches.each_mut().map(|cache| Span { rows, cache });
-        layer.forward(&own, &mut spans, 0).unwrap();
-        spans.iter_mut().for_each(Span::advance);
-    };
-    run(&mut caches, 0, 2);
-    caches.iter_mut().for_each(Cache::mark_draft);
-    run(&mut caches, 2, rows);
-    caches.iter_mut().for_each(|cache| cache.rewind_draft(2 + keep as usize).unwrap());
-    let states: Vec<Array> = caches.iter().flat_map(|cache| cache.arrays().unwrap()).collect();
-    eval(&states).unwrap();
-    states
 }
 
 #[test]
@@ -522,7 +419,7 @@ fn copies_of_a_cache_do_not_see_rows_written_in_place() {
 fn rows_alone_equal_rows_together() {
     on_device(|dtype, _| {
         let layer = gated_delta([16, 32], 128, dtype);
-        let together = run_delta(true, &layer, &[7, 1], dtype);
+        let together = run_delta(&BACKEND, true, &layer, &[7, 1], dtype);
         // The rows of the first sequence.
         let alone = {
             enable(true);
