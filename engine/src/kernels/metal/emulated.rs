@@ -1,7 +1,6 @@
 //! Kernels on a CPU, as operations of MLX, for tests: an emulation compiles the text that a Mac would compile.
 
 use std::cell::Cell;
-use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use mlx_rs::{Array, Dtype, Stream};
@@ -192,13 +191,23 @@ unsafe fn bytes_of(view: &View) -> Vec<u8> {
     // SAFETY: a valid view has that many sizes and strides, and elements at all their sums.
     unsafe {
         let sizes = sizes(view);
+        let data = view.data.cast::<u8>().cast_const();
+        let length = sizes.iter().product::<usize>() * width;
+        let mut contiguous = 1;
+        let is_contiguous = sizes.iter().enumerate().rev().all(|(i, size)| {
+            let fits = *size == 1 || *view.strides.add(i) == contiguous;
+            contiguous *= *size as i64;
+            fits
+        });
+        if is_contiguous && length > 0 {
+            return std::slice::from_raw_parts(data, length).to_vec();
+        }
         let mut offsets = vec![0i64];
         for (i, size) in sizes.iter().enumerate() {
             let stride = *view.strides.add(i);
             let own = |offset: i64| (0..*size as i64).map(move |i| offset + i * stride);
             offsets = offsets.into_iter().flat_map(own).collect();
         }
-        let data = view.data.cast::<c_void>().cast::<u8>().cast_const();
         let element = |offset: i64| {
             std::slice::from_raw_parts(data.offset(offset as isize * width as isize), width)
         };
