@@ -3,7 +3,7 @@
 //! States and tails are read where they lie: the kernel has an input for each batch that holds some of them, and a table of
 //! places. Sequences that decode together have theirs in one batch, the results of the last step, so that one input is the
 //! rule; those that have just begun, or whose drafts were rewound, add one each. Metal has 31 buffers for a kernel, so there
-//! may be 6 to 11 of states and as many of tails. A dispatch for each sequence would need no table, but the results would be
+//! may be 6 to 9 of states and as many of tails. A dispatch for each sequence would need no table, but the results would be
 //! in as many arrays, which the next layer would have to join.
 
 use std::fmt::Write;
