@@ -21,14 +21,30 @@ use crate::config::FileConfig;
 use crate::hub::{self, Found};
 use crate::verify;
 
-/// Tokens of the replies that are compared.
-const TOKENS: usize = 48;
+/// How much is tried.
+struct Effort {
+    /// Most prompts whose replies are compared.
+    prompts: usize,
+    /// Tokens of these replies.
+    tokens: usize,
+    /// Lengths of prompts, and tokens before steps.
+    lengths: &'static [usize],
+    /// Rows of passes that verify drafts.
+    rows: &'static [usize],
+    /// Sequences that step together.
+    streams: &'static [usize],
+    rounds: usize,
+}
 
-/// What is measured: prompts, steps and rows as `steersman bench model` has them by default, in fewer rounds.
-const LENGTHS: [usize; 2] = [64, 512];
-const ROWS: [usize; 4] = [1, 2, 4, 8];
-const STREAMS: [usize; 2] = [4, 8];
-const ROUNDS: usize = 3;
+/// What an owner of a machine waits for: some minutes with a small model.
+const EFFORT: Effort = Effort {
+    prompts: 8,
+    tokens: 48,
+    lengths: &[64, 512],
+    rows: &[1, 2, 4, 8],
+    streams: &[4, 8],
+    rounds: 3,
+};
 
 /// The file.
 #[derive(Serialize)]
@@ -118,6 +134,16 @@ impl Places {
 /// # Errors
 /// If the configuration is wrong, its device does not exist, or the file exists or cannot be written.
 pub fn write(file: FileConfig, data_dir: &Path, path: &Path, out: &mut impl Write) -> Result<()> {
+    write_with(&EFFORT, file, data_dir, path, out)
+}
+
+fn write_with(
+    effort: &Effort,
+    file: FileConfig,
+    data_dir: &Path,
+    path: &Path,
+    out: &mut impl Write,
+) -> Result<()> {
     let (server, mut config) = file.check()?;
     // At once: the rest takes minutes.
     let mut new = OpenOptions::new();
@@ -137,9 +163,9 @@ pub fn write(file: FileConfig, data_dir: &Path, path: &Path, out: &mut impl Writ
         verify::load(config, &found, data_dir)
     });
     writeln!(out, "comparing decoding paths")?;
-    let verified = with(&mut decoder, compare_paths);
+    let verified = with(&mut decoder, |decoder| compare_paths(decoder, effort));
     writeln!(out, "measuring passes")?;
-    let measured = with(&mut decoder, measure);
+    let measured = with(&mut decoder, |decoder| measure(decoder, effort));
     let sent = Sent {
         about: "Written by `steersman doctor --report`: read it, and attach it to an issue of the project.",
         version,
@@ -171,9 +197,10 @@ fn with<T>(
     }
 }
 
-fn compare_paths(decoder: &mut Decoder) -> Result<Vec<PathResult>> {
-    let paths = paths(decoder)?;
-    let outcomes = verify(decoder, &verify::prompts(None)?, &paths, TOKENS, |_| {})?;
+fn compare_paths(decoder: &mut Decoder, effort: &Effort) -> Result<Vec<PathResult>> {
+    let (paths, mut prompts) = (paths(decoder)?, verify::prompts(None)?);
+    prompts.truncate(effort.prompts);
+    let outcomes = verify(decoder, &prompts, &paths, effort.tokens, |_| {})?;
     let result = |outcome: &Outcome| PathResult {
         path: outcome.path.name(),
         equal: outcome.equal,
@@ -184,13 +211,13 @@ fn compare_paths(decoder: &mut Decoder) -> Result<Vec<PathResult>> {
     Ok(outcomes.iter().map(result).collect())
 }
 
-fn measure(decoder: &mut Decoder) -> Result<Vec<Measured>> {
+fn measure(decoder: &mut Decoder, effort: &Effort) -> Result<Vec<Measured>> {
     let plan = Plan {
-        prefill: LENGTHS.into(),
-        contexts: LENGTHS.into(),
-        rows: ROWS.into(),
-        streams: STREAMS.into(),
-        rounds: ROUNDS,
+        prefill: effort.lengths.into(),
+        contexts: effort.lengths.into(),
+        rows: effort.rows.into(),
+        streams: effort.streams.into(),
+        rounds: effort.rounds,
     };
     Ok(passes::measure_passes(decoder, &plan, |_, _| {})?)
 }
@@ -207,14 +234,22 @@ mod tests {
         let (data, path) = (folder.path().join("data"), folder.path().join("report.json"));
         let mut file = FileConfig::default();
         file.model.device = steersman_engine::config::Device::Cpu;
-        write(file.clone(), &data, &path, &mut Vec::new()).unwrap();
+        let effort = Effort {
+            prompts: 1,
+            tokens: 8,
+            lengths: &[16],
+            rows: &[1, 4],
+            streams: &[2],
+            rounds: 1,
+        };
+        write_with(&effort, file.clone(), &data, &path, &mut Vec::new()).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let report: Value = serde_json::from_str(&text).unwrap();
         assert!(report["kernels"]["found"]["products"]["equal"].is_number(), "{text}");
         let paths = report["verify"]["found"].as_array().unwrap();
         assert!(paths.len() >= 6 && paths.iter().all(|path| path["different"] == 0), "{text}");
         let measured = report["bench"]["found"].as_array().unwrap();
-        assert_eq!(measured.len(), 2 + 2 + 4 + 2, "{text}");
+        assert_eq!(measured.len(), 1 + 1 + 2 + 1, "{text}");
         let private = [folder.path().to_str().unwrap(), env!("CARGO_MANIFEST_DIR")];
         for private in private {
             assert!(!text.contains(private), "{private} is in {text}");
