@@ -15,7 +15,9 @@ mod kernel;
 mod packed_rows;
 mod rewind;
 
-pub use emulated::{emulate, is_emulated, take_fault};
+pub use emulated::is_emulated;
+#[cfg(test)]
+pub use emulated::{emulate, take_fault};
 pub use gated_delta::gated_delta;
 pub use heads::rotated_heads;
 pub use packed_rows::packed_rows;

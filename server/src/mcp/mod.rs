@@ -33,8 +33,8 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use serde_json::{Map, Value};
-use steersman_engine::request::Request;
 use steersman_engine::Engine;
+use steersman_engine::request::Request;
 
 pub use crate::config::mcp::{McpConfig, McpServerConfig};
 pub use journal::{Entry, Journal, Ran};

@@ -39,6 +39,7 @@ static KERNELS: RwLock<Vec<Arc<EmulatedKernel>>> = RwLock::new(Vec::new());
 static FAULTS: Mutex<Vec<(&str, String)>> = Mutex::new(Vec::new());
 
 /// Makes kernels of this thread run on the CPU, compiled by `compile`. For tests: the emulation is slow.
+#[cfg(test)]
 pub fn emulate(compile: Compile) {
     COMPILE.set(Some(compile));
 }
@@ -49,6 +50,7 @@ pub fn is_emulated() -> bool {
 }
 
 /// The first fault of the kernel `name` that was not taken yet. The outputs of such a launch are not numbers.
+#[cfg(test)]
 pub fn take_fault(name: &str) -> Option<String> {
     let mut faults = FAULTS.lock().unwrap_or_else(PoisonError::into_inner);
     let first = faults.iter().position(|(kernel, _)| *kernel == name)?;
