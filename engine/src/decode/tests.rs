@@ -28,6 +28,7 @@ mod hybrids;
 mod limits;
 mod logprobs;
 mod messages;
+mod metal;
 mod outlet;
 mod preemption;
 mod scripted;
