@@ -9,8 +9,9 @@
 //! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
 //! waits until the streams have had that time back. So a stream's mean time between tokens grows by at
 //! most half while long prompts are read. Short prompts do not wait: their first token is near. Many of them are a
-//! long prompt, though, to the streams of other profiles: if one of these decodes, all prompts of a profile wait whose
-//! prompts have run since the time is owed. So 256 texts of an embedding slow a stream of another profile by half as well.
+//! long prompt, though, to the streams of other profiles: if one of these decodes, several prompts of a profile wait if
+//! prompts of it have run since the time is owed. So 256 texts of an embedding slow a stream of another profile by half
+//! as well. A single one does not wait: it delays streams once, and would wait as long as their own profile reads prompts.
 //!
 //! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
 //! sequence that was passed over [`AGING`] times runs before shorter ones.
@@ -59,8 +60,8 @@ pub struct Budget {
     pub stall: Duration,
     /// Most rows of prompt in a pass.
     pub chunk: usize,
-    /// Whether the streams are owed time, for which prompts longer than a chunk wait, and those of
-    /// profiles that owe it.
+    /// Whether the streams are owed time, for which prompts longer than a chunk wait, and several prompts
+    /// of a profile that owes it.
     pub owed: bool,
 }
 
@@ -197,9 +198,12 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
         budget.chunk
     };
     let waits = |waiting: &Pending| {
-        let other = |stream: &Pending| stream.decodes && stream.profile != waiting.profile;
+        let is_own = |other: &&Pending| other.profile == waiting.profile;
+        let is_one_of_many =
+            || sequences.iter().filter(is_own).filter(|other| other.rows > 0).count() > 1;
+        let other_decodes = || sequences.iter().any(|other| other.decodes && !is_own(&other));
         let for_any = waiting.rows > budget.chunk && has_streams;
-        budget.owed && (for_any || waiting.owes && sequences.iter().any(other))
+        budget.owed && (for_any || waiting.owes && is_one_of_many() && other_decodes())
     };
     let runs = |&i: &usize| sequences[i].rows > 0 && !waits(&sequences[i]);
     let mut order: Vec<usize> = (0..sequences.len()).filter(runs).collect();
@@ -345,7 +349,8 @@ mod tests {
         assert_eq!(planned(&[1], &[text; 3]), [40, 40, 40]);
         assert_eq!(planned(&[], &[text; 3]), [40, 40, 40]);
         let other = Pending { profile: 2, owes: false, ..text };
-        assert_eq!(planned(&[0, 1], &[text, other]), [0, 40]);
+        assert_eq!(planned(&[0, 1], &[text, text, other, other]), [0, 0, 40, 40]);
+        assert_eq!(planned(&[0], &[text, other]), [40, 40]);
     }
 
     /// 256 short prompts of a profile beside a stream of another one, four of which are ready at a time.
