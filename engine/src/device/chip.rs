@@ -88,8 +88,8 @@ impl Chip {
             _ => [14, 10, 6],
         };
         match largest {
-            ..=2048 => small,
-            ..=4096 => medium,
+            0..=2048 => small,
+            2049..=4096 => medium,
             _ => large,
         }
     }

@@ -29,15 +29,15 @@ fn enable(on: bool) {
 /// Each case is another set of texts to compile.
 #[test]
 fn gated_delta_equals_its_operations() {
-    let steps: [&[i32]; 2] = [&[3, 1, 8, 2], &[40, 1, 1]];
-    let cases: [([i32; 2], i32, &[&[i32]], Dtype, f32); 3] = [
-        ([2, 6], 32, &steps[..], Dtype::Float32, 2e-5),
-        ([2, 6], 32, &steps[..1], Dtype::Bfloat16, 6e-2),
-        ([1, 2], 128, &[&[5, 2]], Dtype::Float32, 2e-5),
+    let steps = [vec![3, 1, 8, 2], vec![40, 1, 1]];
+    let cases = [
+        ([2, 6], 32, steps.to_vec(), Dtype::Float32, 2e-5),
+        ([2, 6], 32, steps[..1].to_vec(), Dtype::Bfloat16, 6e-2),
+        ([1, 2], 128, vec![vec![5, 2]], Dtype::Float32, 2e-5),
     ];
     for (heads, dim, all, dtype, bound) in cases {
         let layer = gated_delta(heads, dim, dtype);
-        for passes in all {
+        for passes in &all {
             let ours = run_delta(&BACKEND, true, &layer, passes, dtype);
             let reference = run_delta(&BACKEND, false, &layer, passes, dtype);
             for (i, (a, b)) in ours.iter().zip(&reference).enumerate() {
