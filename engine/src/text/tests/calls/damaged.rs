@@ -87,7 +87,7 @@ fn is_written(value: &Value, source: &str) -> bool {
             let is_number = text.len() > 4 && text.parse::<f64>().is_ok();
             let text = squashed(text);
             let ends = |rest: &str| {
-                let ends_number = is_number && rest.starts_with([',', '}', ']']);
+                let ends_number = is_number && rest.starts_with([',', '}', ']', ')']);
                 let ends_text = rest.is_empty() || rest.starts_with(['"', '\'', '<', '\u{7f}']);
                 ends_text || ends_number || text.is_empty()
             };
