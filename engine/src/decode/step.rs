@@ -87,6 +87,11 @@ impl Decoder {
             running,
             prefills,
         );
+        let is_over = |sequence: &Sequence| sequence.has_ended() && !sequence.is_away();
+        if drafted.is_none() && running.iter().any(is_over) {
+            // Its client waits for no pass of the others.
+            return Ok(());
+        }
         let proposed = start.elapsed();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;

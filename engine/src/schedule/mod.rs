@@ -193,6 +193,7 @@ impl Schedule {
             // Others wait for a part of the prompt only.
             rows: sequence.prompt_rows().min(self.awaited_rows(sequence).unwrap_or(usize::MAX)),
             decodes: sequence.decodes(),
+            may_wait: sequence.is_away() || sequence.has_ended(),
             passed_over: sequence.passed_over(),
             profile: profile(sequence),
             owes: self.debt.is_of(&sequence.request().profile),

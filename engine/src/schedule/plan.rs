@@ -3,7 +3,9 @@
 //! Sequences that have caught up run in every step, so prefill never stops them. A pass that also
 //! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
 //! pass is expected to take at most [`Budget::stall`], or twice what prefill of one row takes, but never
-//! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. Without a stream to wait for it, a pass runs a whole chunk.
+//! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. The same holds for a stream whose policy is called,
+//! as its answer comes soon, and for a short prompt beside those of other profiles. A pass that nobody waits for runs a
+//! whole chunk.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
@@ -45,6 +47,9 @@ pub struct Pending {
     pub rows: usize,
     /// Whether it decodes in this step: a stream that waits for the pass.
     pub decodes: bool,
+    /// Whether its client may wait for the pass all the same: its policy is called meanwhile, or its reply has ended
+    /// and is not finished.
+    pub may_wait: bool,
     /// Steps in a row in which it had such rows and ran none.
     pub passed_over: u32,
     /// A number for its profile.
@@ -189,14 +194,6 @@ impl PassCosts {
 /// long prompts of a profile delay a short one of another by no step.
 pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) -> Vec<usize> {
     let has_streams = sequences.iter().any(|sequence| sequence.decodes);
-    let least = LEAST_ROWS.min(budget.chunk);
-    let mut left = if has_streams {
-        // Whole chunks of the gated delta rule: a part of one costs as much.
-        let rows = costs.rows_within(budget.stall);
-        (rows - rows % LEAST_ROWS).clamp(least, budget.chunk)
-    } else {
-        budget.chunk
-    };
     let waits = |waiting: &Pending| {
         let is_own = |other: &&Pending| other.profile == waiting.profile;
         let is_one_of_many =
@@ -214,6 +211,15 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     let mut profiles: Vec<usize> = order.iter().map(|&i| sequences[i].profile).collect();
     profiles.sort_unstable();
     profiles.dedup();
+    let least = LEAST_ROWS.min(budget.chunk);
+    // Whole chunks of the gated delta rule: a part of one costs as much.
+    let rows = costs.rows_within(budget.stall);
+    let within_stall = (rows - rows % LEAST_ROWS).clamp(least, budget.chunk);
+    let ends_soon = |&i: &usize| sequences[i].rows <= within_stall / profiles.len();
+    let is_awaited = has_streams
+        || sequences.iter().any(|sequence| sequence.may_wait)
+        || profiles.len() > 1 && order.iter().any(ends_soon);
+    let mut left = if is_awaited { within_stall } else { budget.chunk };
     let share = left / profiles.len().max(1);
     let mut shares = vec![share; profiles.len()];
     let mut planned = vec![0; sequences.len()];
@@ -299,7 +305,15 @@ mod tests {
         let mut sequences = vec![long; 30];
         sequences.push(Pending { rows: 40, profile: 7, ..Pending::default() });
         let planned = prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET);
-        assert_eq!((planned[0], planned[30], planned.iter().sum()), (472, 40, 512));
+        assert_eq!((planned[0], planned[30], planned.iter().sum()), (152, 40, 192));
+        // Nobody is kept from a first token, or a short prompt is of the same profile.
+        for (rows, profile) in [(2000, 7), (40, 0)] {
+            sequences[30] = Pending { rows, profile, ..Pending::default() };
+            assert_eq!(
+                prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET).iter().sum::<usize>(),
+                512
+            );
+        }
         let one = Candidate { computed: 9000, preempted: 3, of_profile: 2 };
         let other = Candidate { computed: 10, preempted: 0, of_profile: 1 };
         assert_eq!(victim(&[one, other, one]), Some(2));
@@ -330,9 +344,10 @@ mod tests {
         assert_eq!(prefill_rows(&pending(&[0, 9000]), &cheap, owed), [0, 0]);
         // Without a stream there is nobody to wait for.
         assert_eq!(prefill_rows(&pending(&[9000]), &cheap, owed), [512]);
+        // A policy may take long to answer.
         let mut policy_is_called = pending(&[0, 9000]);
-        policy_is_called[0].decodes = false;
-        assert_eq!(prefill_rows(&policy_is_called, &cheap, owed), [0, 512]);
+        (policy_is_called[0].decodes, policy_is_called[0].may_wait) = (false, true);
+        assert_eq!(prefill_rows(&policy_is_called, &cheap, owed), [0, 192]);
     }
 
     #[test]

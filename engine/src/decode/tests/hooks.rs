@@ -209,6 +209,26 @@ fn a_tool_call_waits_for_a_verdict_on_a_thread() {
     }
 }
 
+/// A policy had answered, and the end of its reply waited for a pass over a chunk of another prompt.
+#[test]
+fn the_end_of_a_reply_waits_for_no_prompt_of_others() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let (script, allow, _finish) = gated(|_| vec![Action::Stop("enough".into())]);
+    let ended = start(decoder, ask("Where?", false, 40), script);
+    until_away(decoder);
+    let other = start(decoder, ask(&"Who is it? ".repeat(100), false, 4), quiet());
+    allow.send(()).unwrap();
+    while !decoder.schedule.running()[0].is_back() {
+        std::thread::yield_now();
+    }
+    decoder.step();
+    assert!(matches!(read(ended).1, Event::Finished(_)));
+    let [other_sequence] = decoder.schedule.running() else { panic!("one has ended") };
+    assert_eq!(other_sequence.timeline().position(), 0, "no row of the other prompt has run");
+    step_until(decoder, 0);
+    assert!(matches!(read(other).1, Event::Finished(_)));
+}
+
 /// Steps until the policy of the only sequence is called on a thread.
 fn until_away(decoder: &mut Decoder) {
     while !decoder.schedule.running()[0].is_away() {
