@@ -3,16 +3,21 @@
 //! The server builds a [`Request`]; the engine answers with [`Event`]s. A test can write all of
 //! these by hand.
 
+mod event;
+mod message;
+
 use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::error::Error;
+pub use self::event::{Event, FinishReason, Finished, Logprob, PromptToken, TokenLogprob, Usage};
+pub use self::message::{Arguments, CallDelta, FunctionCall, Message, ToolCall};
+use self::message::{VALUE_BYTES, map_bytes, value_bytes};
 use crate::live::Live;
 use crate::policy::{
-    AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Labels, Retention, SamplingPatch, TokenBias,
+    AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
 };
 pub use crate::span::RequestSpan;
 
@@ -320,212 +325,6 @@ pub enum RawPrompt {
     },
 }
 
-/// Bytes that count for what has no text of its own, such as a number or an empty message: it takes
-/// time and memory too.
-const VALUE_BYTES: usize = 8;
-
-impl Message {
-    /// Returns true for text of the operator or of the developer, which is not a turn.
-    pub fn is_system(&self) -> bool {
-        matches!(self.role.as_str(), "system" | "developer")
-    }
-
-    fn text_bytes(&self) -> usize {
-        let optional = [&self.reasoning_content, &self.tool_call_id, &self.name];
-        let optional: usize = optional.into_iter().flatten().map(String::len).sum();
-        let call = |ToolCall { id, kind: _, function }: &ToolCall| {
-            VALUE_BYTES + id.len() + function.name.len() + map_bytes(&function.arguments)
-        };
-        let calls: usize = self.tool_calls.iter().map(call).sum();
-        VALUE_BYTES + self.role.len() + self.content.len() + optional + calls
-    }
-}
-
-fn value_bytes(value: &Value) -> usize {
-    match value {
-        Value::String(text) => text.len(),
-        Value::Array(values) => VALUE_BYTES + values.iter().map(value_bytes).sum::<usize>(),
-        Value::Object(map) => VALUE_BYTES + map_bytes(map),
-        Value::Null | Value::Bool(_) | Value::Number(_) => VALUE_BYTES,
-    }
-}
-
-fn map_bytes(map: &Map<String, Value>) -> usize {
-    map.iter().map(|(key, value)| key.len() + value_bytes(value)).sum()
-}
-
-/// One message of the conversation, in the form that chat templates read.
-///
-/// Content is always text: the server joins text parts and rejects other kinds.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `developer`, `user`, `assistant` or `tool`.
-    pub role: String,
-    /// The text; empty if the client sent null.
-    pub content: String,
-    /// Reasoning of an earlier assistant turn, if the client sends it back.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reasoning_content: Option<String>,
-    /// Tool calls of an assistant turn.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub tool_calls: Vec<ToolCall>,
-    /// The call that a `tool` message answers.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tool_call_id: Option<String>,
-    /// Name of the speaker or the tool.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-}
-
-/// A tool call: `{"id", "type": "function", "function": {"name", "arguments"}}`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ToolCall {
-    /// Unique in the conversation.
-    pub id: String,
-    /// Always `function`.
-    #[serde(rename = "type")]
-    pub kind: String,
-    /// The function and its arguments.
-    pub function: FunctionCall,
-}
-
-/// The next piece of a call that is being written.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CallDelta {
-    /// [`ToolCall::id`]
-    pub id: String,
-    /// Name of the function, in the first piece only.
-    pub name: Option<String>,
-    /// The next piece of the arguments as JSON. All pieces of a complete call are its arguments.
-    pub arguments: String,
-}
-
-/// A function with its arguments.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct FunctionCall {
-    /// Name of one of the request's tools.
-    pub name: String,
-    /// The arguments as JSON values, since templates read values. The server converts from and to
-    /// the API's JSON in a string.
-    pub arguments: Arguments,
-}
-
-/// The arguments of a call: values, and the JSON that the model wrote where values cannot hold it.
-///
-/// A [`Value`] has integers of 64 bits and the numbers of an `f64`; a model may write longer ones, which its
-/// client reads in full.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Arguments {
-    values: Map<String, Value>,
-    /// The JSON, if it is not that of the values.
-    json: Option<Box<str>>,
-}
-
-impl Arguments {
-    /// The `values` of `json`.
-    pub fn written(values: Map<String, Value>, json: &str) -> Self {
-        let own = serde_json::to_string(&values).unwrap_or_default();
-        Self { values, json: (own != json).then(|| json.into()) }
-    }
-
-    /// The arguments that `json` has; `None` if it is no object. Among the values, a number beyond those of a [`Value`]
-    /// and an integer beyond 64 bits are strings of their digits.
-    pub fn parse(json: &str) -> Option<Self> {
-        Some(Self::written(serde_json::from_str(&in_range(json)).ok()?, &compact(json)))
-    }
-
-    /// Compact JSON with all digits.
-    pub fn to_json(&self) -> String {
-        match &self.json {
-            Some(json) => json.to_string(),
-            None => serde_json::to_string(&self.values).unwrap_or_default(),
-        }
-    }
-}
-
-/// `json`, with numbers that a [`Value`] cannot hold, and integers that it would round, as strings.
-fn in_range(json: &str) -> String {
-    let (mut out, mut is_string, mut is_escaped) = (String::new(), false, false);
-    let mut rest = json;
-    while let Some(c) = rest.chars().next() {
-        if !is_string && (c == '-' || c.is_ascii_digit()) {
-            let ends = |c: char| !c.is_ascii_digit() && !"+-.eE".contains(c);
-            let (number, after) = rest.split_at(rest.find(ends).unwrap_or(rest.len()));
-            let quote = if is_held(number) { "" } else { "\"" };
-            out.extend([quote, number, quote]);
-            rest = after;
-            continue;
-        }
-        out.push(c);
-        match c {
-            _ if is_escaped => is_escaped = false,
-            '\\' if is_string => is_escaped = true,
-            '"' => is_string = !is_string,
-            _ => {}
-        }
-        rest = &rest[c.len_utf8()..];
-    }
-    out
-}
-
-/// Whether a [`Value`] holds the number `text`, an integer with all its digits, or `text` is no number.
-fn is_held(text: &str) -> bool {
-    let is_integer = !text.contains(['.', 'e', 'E']);
-    match serde_json::from_str::<Value>(text) {
-        // Short ones are exact in any type.
-        Ok(number) => text.len() < 16 || !is_integer || !number.is_f64(),
-        Err(_) => serde_json::from_str::<serde::de::IgnoredAny>(text).is_err(),
-    }
-}
-
-/// `json` without white space between its values.
-fn compact(json: &str) -> String {
-    let (mut is_string, mut is_escaped) = (false, false);
-    let is_kept = |c: &char| {
-        let is_kept = is_string || !c.is_ascii_whitespace();
-        match *c {
-            _ if is_escaped => is_escaped = false,
-            '\\' if is_string => is_escaped = true,
-            '"' => is_string = !is_string,
-            _ => {}
-        }
-        is_kept
-    };
-    json.chars().filter(is_kept).collect()
-}
-
-impl From<Map<String, Value>> for Arguments {
-    fn from(values: Map<String, Value>) -> Self {
-        Self { values, json: None }
-    }
-}
-
-impl From<Arguments> for Value {
-    fn from(arguments: Arguments) -> Self {
-        arguments.values.into()
-    }
-}
-
-impl std::ops::Deref for Arguments {
-    type Target = Map<String, Value>;
-
-    fn deref(&self) -> &Self::Target {
-        &self.values
-    }
-}
-
-impl Serialize for Arguments {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.values.serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Arguments {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Map::deserialize(deserializer).map(Self::from)
-    }
-}
-
 /// Sampling parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -600,16 +399,6 @@ impl Default for Penalties {
     }
 }
 
-/// The probability of a token of the answer, from the logits after biases, penalties and the mask of the
-/// form, before temperature and filters.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Logprob {
-    /// The committed token.
-    pub token: TokenLogprob,
-    /// The likeliest tokens, likeliest first.
-    pub top: Vec<TokenLogprob>,
-}
-
 /// The embedding that a request asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Embedding {
@@ -617,164 +406,6 @@ pub struct Embedding {
     pub dimensions: Option<u32>,
     /// Whether a prompt that is too long is cut, with a note, instead of refused.
     pub truncates: bool,
-}
-
-/// A token of the prompt.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PromptToken {
-    /// Its text, which need not be whole characters.
-    pub bytes: Vec<u8>,
-    /// Natural logarithm of its probability after the tokens before it; `None` for the first.
-    pub logprob: Option<f32>,
-    /// The likeliest tokens in its place, likeliest first.
-    pub top: Vec<TokenLogprob>,
-}
-
-/// A token with its logarithmic probability.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TokenLogprob {
-    /// Its text, which need not be whole characters.
-    pub bytes: Vec<u8>,
-    /// Natural logarithm of its probability.
-    pub logprob: f32,
-}
-
-/// Progress of a request, in this order: `Started`, pieces of the reply, then one `Finished` or
-/// `Failed`; or `Failed` alone.
-#[derive(Debug)]
-pub enum Event {
-    /// The request was admitted.
-    Started {
-        /// Hex digest over weights, numeric format and policies: equal fingerprints mean equal
-        /// replies to equal requests.
-        fingerprint: String,
-        /// [`Usage::prompt_tokens`]
-        prompt_tokens: u32,
-        /// [`Usage::cached_tokens`]
-        cached_tokens: u32,
-        /// Most tokens of the reply: the smallest limit of client, plan, profile and engine.
-        max_tokens: u32,
-        /// Most tokens of answer and tool calls, if they are limited apart from the reasoning.
-        max_answer_tokens: Option<u32>,
-    },
-    /// A policy has routed the request, which goes on there; before `Started`. The engine never sends it: whoever
-    /// follows [`RequestError::Routed`](crate::RequestError::Routed) does.
-    Routed {
-        /// Name of the model.
-        model: String,
-        /// The profile.
-        profile: String,
-    },
-    /// The next token of the prompt; only with [`Request::prompt_logprobs`], and never from a choice
-    /// beside the first, whose prompt does not run.
-    PromptToken(PromptToken),
-    /// The embedding of the prompt, of length 1; only with [`Request::embedding`].
-    Embedding(Vec<f32>),
-    /// The next piece of the reasoning.
-    Reasoning(String),
-    /// The next token of the answer, before the piece of which it is a part; only with
-    /// [`Request::logprobs`]. After a raw prompt, reasoning is part of the answer.
-    Logprob(Logprob),
-    /// The next piece of the answer.
-    Answer(String),
-    /// A policy rewound the reply: the client must drop this much of the text sent so far.
-    Rewound {
-        /// Bytes to drop from the end of the reasoning.
-        reasoning: usize,
-        /// Bytes to drop from the end of the answer; 0 unless [`Request::revisable`].
-        answer: usize,
-    },
-    /// The next piece of a tool call that is being written; only with [`Request::streams_calls`].
-    CallDelta(CallDelta),
-    /// A complete tool call, after its pieces if there were any. A call that a limit cut off, or that became
-    /// malformed, has pieces only, which are no JSON; the reason of the end is then [`FinishReason::Length`].
-    ToolCall(ToolCall),
-    /// What was done to the reply, for operators: an action of a policy, in words.
-    Note {
-        /// Tokens of the reply before it.
-        tokens: u32,
-        /// Also one of [`Finished::notes`].
-        note: String,
-    },
-    /// The request succeeded; nothing follows.
-    Finished(Finished),
-    /// The request failed; nothing follows.
-    Failed(Error),
-}
-
-/// How a request ended.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Finished {
-    /// Why the reply ended.
-    pub reason: FinishReason,
-    /// Token counts.
-    pub usage: Usage,
-    /// What policies did, in words, oldest first; also in the log.
-    pub notes: Vec<String>,
-    /// What policies tell the client: names, each once, and values.
-    pub labels: Labels,
-}
-
-/// Why a request ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The model ended its turn.
-    Stop,
-    /// This stop string was found.
-    StopString(String),
-    /// The reply reached `max_tokens`, or the context is full.
-    Length,
-    /// The turn ended with tool calls.
-    ToolCalls,
-    /// A policy ended the request, for this reason.
-    Policy(String),
-}
-
-/// Token counts of a request.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Tokens of the rendered prompt.
-    pub prompt_tokens: u32,
-    /// Prompt tokens restored from saved state instead of computed.
-    pub cached_tokens: u32,
-    /// Reasoning tokens, including markers and injected text.
-    pub reasoning_tokens: u32,
-    /// Tokens of the answer and of tool calls, including injected text.
-    pub answer_tokens: u32,
-    /// Drafted tokens.
-    pub drafted_tokens: u32,
-    /// Drafted tokens that were accepted; they also count as reasoning or answer tokens.
-    pub accepted_tokens: u32,
-    /// Tokens that the form of the reply left no choice about, and that were not sampled; they also
-    /// count as answer tokens.
-    pub forced_tokens: u32,
-    /// Layers whose feed-forward block every pass skipped, as `engine.skip_kl` allows.
-    pub skipped_layers: u32,
-}
-
-impl Usage {
-    /// Tokens of the reply.
-    pub fn reply_tokens(&self) -> u32 {
-        self.reasoning_tokens + self.answer_tokens
-    }
-}
-
-impl std::ops::Add for Usage {
-    type Output = Self;
-
-    /// The counts of two requests together.
-    fn add(self, other: Self) -> Self {
-        Self {
-            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
-            cached_tokens: self.cached_tokens + other.cached_tokens,
-            reasoning_tokens: self.reasoning_tokens + other.reasoning_tokens,
-            answer_tokens: self.answer_tokens + other.answer_tokens,
-            drafted_tokens: self.drafted_tokens + other.drafted_tokens,
-            accepted_tokens: self.accepted_tokens + other.accepted_tokens,
-            forced_tokens: self.forced_tokens + other.forced_tokens,
-            skipped_layers: self.skipped_layers.max(other.skipped_layers),
-        }
-    }
 }
 
 #[cfg(test)]
