@@ -2,6 +2,8 @@
 //!
 //! Each protocol names its own field in errors.
 
+use std::collections::HashMap;
+
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
@@ -196,6 +198,30 @@ pub fn tool_name(path: &str, tool: &Map<String, Value>) -> Result<String, ApiErr
     })
 }
 
+/// The fields of the schemas and the tools of `functions`, each of which comes after the field of its schema.
+///
+/// # Errors
+/// 400 if a schema is no object, or if two functions with one name differ: nobody could tell which one a call means.
+pub fn offered(functions: Vec<(String, Value)>) -> Result<(Vec<String>, Vec<Value>), ApiError> {
+    let mut names: HashMap<String, usize> = HashMap::new();
+    for (i, (field, tool)) in functions.iter().enumerate() {
+        let function = &tool["function"];
+        if !matches!(function["parameters"], Value::Object(_) | Value::Null) {
+            let message = format!("{field}: must be an object, a JSON schema");
+            return Err(ApiError::invalid("invalid_type", field, message));
+        }
+        let name = function["name"].as_str().unwrap_or_default();
+        if let Some(first) = names.insert(name.into(), i)
+            && functions[first].1 != *tool
+        {
+            let path = field.rsplit_once('.').map_or("tools", |(path, _)| path);
+            let message = format!("{path}.name: another tool has the name `{name}`");
+            return Err(ApiError::value(format!("{path}.name"), message));
+        }
+    }
+    Ok(functions.into_iter().unzip())
+}
+
 /// The form of a reply that is JSON: any object, or what `schema` accepts, which stands in `field`.
 pub fn json_form(field: &'static str, schema: Option<Value>) -> ResponseFormat {
     ResponseFormat { field, form: schema.map_or(Form::JsonObject, Form::JsonSchema) }
@@ -217,6 +243,23 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn functions_have_one_definition_and_schemas_that_are_objects() {
+        let field = |i| format!("tools[{i}].input_schema");
+        let function = |schema| tool("f", Map::from_iter([("s".to_string(), schema)]), "s");
+        let offer = |schemas: &[Value]| {
+            let all = schemas.iter().enumerate().map(|(i, s)| (field(i), function(s.clone())));
+            offered(all.collect()).map_err(|error| error.param)
+        };
+        let object = json!({"type": "object"});
+        assert_eq!(offer(&[object.clone(), object.clone()]).unwrap().0, [field(0), field(1)]);
+        assert!(offer(&[json!(null)]).is_ok());
+        for other in [json!(5), json!([]), json!("{}"), json!(true)] {
+            assert_eq!(offer(&[object.clone(), other]), Err(Some(field(1))));
+        }
+        assert_eq!(offer(&[object, json!({})]), Err(Some("tools[1].name".into())));
+    }
 
     /// A4: 16 stop strings of 900 kB were accepted. Each choice copied them five times, 2.4 GB for n = 32, and each
     /// step of all requests walked them.

@@ -38,6 +38,7 @@ async fn invalid_values_are_rejected_by_path() {
     let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
     let second = |message: Value| json!({"messages": [{"role": "user", "content": "a"}, message]});
     let tool = |tool: Value| json!({"tools": [tool]});
+    let function = |schema: Value| json!({"type": "function", "function": {"name": "f", "parameters": schema}});
     let think = |on: Value| json!({"chat_template_kwargs": {"enable_thinking": on}});
     let both = |mut one: Value, other: Value| {
         one.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
@@ -152,6 +153,18 @@ async fn invalid_values_are_rejected_by_path() {
         ),
         (tool(json!({})), "missing_required_parameter", "tools[0].type", "function"),
         (tool(json!({"type": "function"})), "invalid_value", "tools[0].function.name", "name"),
+        (
+            json!({"tools": [function(json!(5))]}),
+            "invalid_type",
+            "tools[0].function.parameters",
+            "an object",
+        ),
+        (
+            json!({"tools": [function(json!({})), function(json!({"type": "object"}))]}),
+            "invalid_value",
+            "tools[1].function.name",
+            "another tool has the name `f`",
+        ),
         (
             think(json!("yes")),
             "invalid_type",

@@ -192,8 +192,8 @@ impl Body {
         let mut notes = Vec::new();
         let mut unknown = Unknown::default();
         let retain = self.retain()?;
-        let (tool_fields, tools): (Vec<_>, Vec<_>) =
-            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
+        let (tool_fields, tools) =
+            params::offered(tools(self.tools.unwrap_or_default(), &mut notes)?)?;
         let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
         let tool_choice = tool_choice.unwrap_or_default();
         let tools_hidden = tool_choice.allowed.as_ref().is_some_and(Vec::is_empty);

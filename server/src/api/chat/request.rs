@@ -108,7 +108,7 @@ impl Body {
         let (reasoning, reasoning_budget) = reasoning.resolve()?;
         let mut notes = Vec::new();
         let (tool_fields, tools) =
-            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
+            params::offered(tools(self.tools.unwrap_or_default(), &mut notes)?)?;
         let mut request = Request {
             messages: message::parse(self.messages, &mut notes)?,
             tools,

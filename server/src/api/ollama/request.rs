@@ -174,7 +174,7 @@ pub fn parse_chat<P>(
         let messages = messages.into_iter().enumerate().map(|(i, body)| message(i, body, notes));
         let messages = messages.collect::<Result<_, _>>()?;
         let (tool_fields, tools) =
-            tools(body.tools.take().unwrap_or_default(), notes)?.into_iter().unzip();
+            params::offered(tools(body.tools.take().unwrap_or_default(), notes)?)?;
         let request = Request { messages, tools, ..Request::default() };
         // Without messages, the client only wants the model to be loaded.
         Ok((!request.messages.is_empty()).then_some((tool_fields, request)))

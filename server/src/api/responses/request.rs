@@ -242,8 +242,8 @@ impl Body {
         let wants_logprobs = self.include.iter().flatten().any(|name| name == LOGPROBS);
         let condition = format!("\"{LOGPROBS}\" in include");
         let logprobs = probability::logprobs(wants_logprobs, self.top_logprobs, &condition)?;
-        let (tool_fields, tools): (Vec<_>, Vec<_>) =
-            tools(self.tools.unwrap_or_default(), &mut notes)?.into_iter().unzip();
+        let (tool_fields, tools) =
+            params::offered(tools(self.tools.unwrap_or_default(), &mut notes)?)?;
         let mut request = Request {
             tools,
             response_format,
