@@ -3,9 +3,9 @@
 //! A cache holds no weights, and [`crate::model::Model`] alone advances it. It knows positions, not
 //! tokens.
 //!
-//! There are two ways back. After [`Cache::mark_draft`] every layer can drop the rows since, which
-//! is how rejected drafts are forgotten. A [`Checkpoint`] leads further back, to one position,
-//! which is how a policy rewinds.
+//! There are three ways back. After [`Cache::mark_draft`] every layer can drop the rows since, which
+//! is how rejected drafts are forgotten. A policy's rewind goes further: where all layers are attention,
+//! [`Cache::truncate`] cuts them at any position; else a [`Checkpoint`] restores one position.
 
 mod checkpoint;
 mod element;

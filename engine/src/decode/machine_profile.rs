@@ -198,7 +198,7 @@ struct Saved {
 
 fn read_text(path: &Path) -> std::io::Result<String> {
     if fs::metadata(path)?.len() > FILE_BYTES {
-        return Err(std::io::Error::other(format!("has more than {FILE_BYTES} bytes")));
+        return Err(std::io::Error::other(format!("the file has more than {FILE_BYTES} bytes")));
     }
     String::from_utf8(file::read(path)?).map_err(std::io::Error::other)
 }

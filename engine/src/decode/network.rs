@@ -29,7 +29,7 @@ pub struct Network {
     pooling: Pooling,
     /// Threads of matrix products; `None` if they are not ours to choose.
     threads: Option<Threads>,
-    /// Whether passes run on this thread, as one has; see [`super::step`].
+    /// Whether passes run on this thread; set once a pass has done so. See [`super::step`].
     runs_at_once: bool,
 }
 

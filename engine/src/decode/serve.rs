@@ -115,7 +115,7 @@ impl Decoder {
         self.report_sequences();
     }
 
-    /// Runs the step of all sequences. If their pass fails, so do all: every cache may be damaged.
+    /// Runs the step of all sequences. If its pass fails, all sequences fail: every cache may be damaged.
     fn run_step(&mut self, running: &mut Vec<Sequence>) {
         let (stage, start) = (running[0].stage(), Instant::now());
         let decodes = running.iter().any(|sequence| sequence.prompt_rows() == 0);

@@ -89,7 +89,7 @@ impl Decoder {
         );
         let is_over = |sequence: &Sequence| sequence.has_ended() && !sequence.is_away();
         if drafted.is_none() && running.iter().any(is_over) {
-            // Its client waits for no pass of the others.
+            // The client of the ended sequence does not wait for a pass of the others.
             return Ok(());
         }
         let proposed = start.elapsed();

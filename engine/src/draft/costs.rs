@@ -251,7 +251,7 @@ impl Costs {
         self.plain[streams - 1] = cost;
     }
 
-    /// Learns from a turn in which `streams` sequences ran `rows` rows with drafts. `drafted`: how many of
+    /// Learns from a step in which `streams` sequences ran `rows` rows with drafts. `drafted`: how many of
     /// them drafted with each kind, and their greatest depth.
     ///
     /// N-gram drafts are free, so theirs is the cost of the pass. The cost of a further row is then

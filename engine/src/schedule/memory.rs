@@ -238,7 +238,7 @@ impl Memory {
             let grows = cache.capacity_at(length) > cache.capacity_at(cache.position);
             let grown = if grows { self.growth(cache, length) } else { 0 };
             let sampled = rows.min(STEP_ROWS) as u64 * self.sampling;
-            // MLX's attention over more rows needs shared and own keys in one array, and so do the values.
+            // MLX's attention over more rows needs shared and own keys in one array, and likewise the values.
             let is_joined = self.on_gpu && rows > STEP_ROWS && cache.shared_count() > 0;
             let joined = match is_joined {
                 true => cache.shareable_bytes(length, self.size) / cache.shareable_layers(),
@@ -363,7 +363,7 @@ pub fn release_buffers() {
 /// The error of a model that takes `used` bytes of a `limit` that `set_by` sets.
 pub fn too_small(set_by: &'static str, used: u64, limit: u64) -> Error {
     let problem = format!(
-        "is {limit} bytes for arrays, the model takes {used}; allow more, or choose a smaller model"
+        "allows {limit} bytes for arrays, but the model takes {used}; allow more, or choose a smaller model"
     );
     Error::Config(ConfigError::Key { field: set_by, problem })
 }

@@ -1,7 +1,7 @@
 //! Scheduling: who runs next, how much of it, and within how much memory.
 //!
-//! [`Schedule`] has the sequences. [`queue`] has the requests that have not started. [`turns`] decides which of them, of the
-//! preempted sequences and of those that wait for a prefix starts next; [`memory`], [`saved`] and [`preempt`] whether there is
+//! [`Schedule`] has the sequences. [`queue`] has the requests that have not started, and their order. [`turns`] decides which of them, of
+//! the preempted sequences and of those that wait for a prefix may start; [`memory`], [`saved`] and [`preempt`] whether there is
 //! room; [`plan`] which rows of prompt run in a step.
 
 pub mod await_prefix;

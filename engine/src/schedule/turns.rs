@@ -1,9 +1,9 @@
 //! Who runs next: requests of the queue, preempted sequences, choices and requests behind a prefix start in the
 //! turns of their profiles, and no profile keeps the others out.
 //!
-//! The queue has the order (`queue.rs`); here is decided who of them may start. A body asks for as many sequences
-//! as it has texts and choices, up to several hundred, each of which may run for an hour. So that it never delays a
-//! request of another profile by more than a turn:
+//! The queue has the order (`queue.rs`); this module decides which of them may start. A body asks for as many
+//! sequences as it has texts and choices, up to several hundred, each of which may run for an hour. So that it never
+//! delays a request of another profile by more than a turn:
 //!
 //! - Each sequence but the first of a body waits for a turn of its profile, also a choice whose prompt has run
 //!   already (`choices.rs`). The profile with the fewest running sequences comes first.
@@ -14,8 +14,8 @@
 //! - Rows of prompt in a step are shared among profiles (`plan.rs`), and so is memory: the sequence that is preempted
 //!   for the next step is one of the profile with the most.
 //!
-//! What waits for room and is owed none keeps all others waiting, who would take it. So a single sequence that takes
-//! all memory, or the only slot, delays others until it ends.
+//! A candidate that waits for room, and for which no profile must make room, blocks all candidates behind it, even those
+//! that would fit. So a single sequence that takes all memory, or the only slot, delays others until it ends.
 //!
 //! [`Request::running_limit`]: crate::request::Request::running_limit
 

@@ -10,7 +10,7 @@ use crate::grammar::Scope;
 use crate::request::FinishReason;
 use crate::text::Phase;
 
-/// Why a reply ends that no token may continue.
+/// The reason of the end of a reply that no token may continue.
 const NO_TOKEN: &str = "the form of the reply and the banned tokens leave no token";
 
 impl Steering {

@@ -510,7 +510,7 @@ impl Sequence {
     }
 }
 
-/// For tests, which change what is else given.
+/// Setters for tests, of values that are otherwise fixed when the sequence is made.
 #[cfg(test)]
 impl Sequence {
     pub fn set_deadline(&mut self, deadline: Instant) {

@@ -5,7 +5,7 @@
 //! not see text has no outlet, and its pieces are sent at once.
 //!
 //! The policies hold text back, not the outlet: it knows how much of the answer the client has
-//! after each piece, so that a rewind takes back what was held, and the client drops the rest if it
+//! after each piece, so that a rewind drops what was held, and the client drops the rest if it
 //! can.
 
 use std::collections::VecDeque;

@@ -1,11 +1,12 @@
 //! The timeline of a sequence: its committed tokens, the cache that has run them, and the next
 //! token.
 //!
-//! The only writer of tokens and cache, and of what is known of the next token ([`Next`]). Tokens
-//! are committed and rewound at once. The cache follows: the rows of a pass advance it, and
-//! [`Timeline::settle`] rewinds it after its tokens were rewound, to the newest checkpoint that is
-//! early enough, or to saved state; the remaining tokens run again. A rewind costs time and changes
-//! no number.
+//! The only writer of tokens, and of what is known of the next token ([`Next`]). Tokens are committed
+//! and rewound at once. The cache follows: the rows of a pass advance it ([`Timeline::span`]), and
+//! [`Timeline::settle`] rewinds it after its tokens were rewound. A cache of attention is cut; another
+//! one goes to the newest checkpoint that is early enough, or to saved state, and the remaining tokens
+//! run again. A rewind costs time and changes no number. The cache is lent to a pass and to the
+//! drafters, which rewind what they run in it; nobody else writes it.
 //!
 //! Knows neither the reply nor a policy, and never runs the model.
 
@@ -150,9 +151,9 @@ impl Timeline {
         (!self.is_drafting()).then(|| self.cache.brief_checkpoint())
     }
 
-    /// The last row has run: `logits` has the next token's in row `row`. `sample` is the token,
-    /// unless it is sampled later. `before` is the cache before a pass with other sequences, if it
-    /// is needed.
+    /// Notes that the last row has run: row `row` of `logits` holds the next token's logits. `sample` is
+    /// the token, unless it is sampled later. `before` is the cache before a pass with other sequences,
+    /// if it is needed.
     pub fn ran(
         &mut self,
         logits: Logits,
@@ -171,7 +172,7 @@ impl Timeline {
         };
     }
 
-    /// The rows of the draft have run.
+    /// Notes that the rows of the draft have run.
     pub fn ran_draft(&mut self, pass: VerifyPass) {
         if let Next::Drafting { draft, .. } = &mut self.next {
             draft.pass = Some(pass);

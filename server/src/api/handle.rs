@@ -35,7 +35,7 @@ use crate::shutdown::Shutdown;
 const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
 
 /// Seconds that OpenAI's Python package waits for the next bytes, and that its JavaScript package
-/// waits for the head of the response. Both are for whole replies what [`TIMEOUT`] is for all.
+/// waits for the head of the response. For replies that are not streamed, both act as [`TIMEOUT`] does for all.
 const READ_TIMEOUTS: [HeaderName; 2] = [
     HeaderName::from_static("x-stainless-read-timeout"),
     HeaderName::from_static("x-stainless-timeout"),

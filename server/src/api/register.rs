@@ -1,8 +1,8 @@
 //! The requests that run, and the newest ones that have ended, for operators.
 //!
 //! Each request has an [`Entry`], which holds numbers and notes but no text. The text of a reply exists once,
-//! where it is folded (`reply.rs`): who watches gets what is there and then each piece as it
-//! comes. A request that nobody watches pays for a lock a note and a few numbers, and for nothing a token.
+//! where it is folded (`reply.rs`): a watcher receives the text so far, and then each new piece. A request that
+//! nobody watches costs a lock for each note and a few numbers, and nothing for each token.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

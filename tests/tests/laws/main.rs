@@ -16,6 +16,7 @@ mod library;
 mod mcp;
 mod operations;
 mod owners;
+mod places;
 mod profiles;
 mod reference;
 mod refusals;

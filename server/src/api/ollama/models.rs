@@ -138,8 +138,8 @@ fn details(described: &Description) -> Details {
     }
 }
 
-/// `POST /api/show`: facts about one model, which need not be loaded. Whether it can reason, and has no tools, is
-/// known while it is.
+/// `POST /api/show`: facts about one model, which need not be loaded. Whether it can reason, and whether it lacks
+/// tools, is known only while it is loaded.
 pub async fn show(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
