@@ -518,7 +518,10 @@ fn checkpoint_to_evict(checkpoints: &[TokenCheckpoint]) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use mlx_rs::Dtype;
+
     use super::*;
+    use crate::cache::{LayerCache, Recurrent};
 
     /// The timeline of five tokens, all of which have run.
     fn timeline() -> Timeline {
@@ -537,6 +540,30 @@ mod tests {
         timeline.reject();
         assert_eq!(timeline.tokens(), [1, 2, 7]);
         assert!(matches!(timeline.next, Next::Stale { from: 2, .. }));
+    }
+
+    /// The cache of a hybrid cannot be cut. It goes to the checkpoint, whose logits give the next token without a pass, with
+    /// the checkpoint's logits and not those of the tokens that were rewound.
+    #[test]
+    fn a_rewind_to_a_checkpoint_with_logits_needs_no_pass() {
+        let state = Recurrent::new(&[1, 1, 2, 2], &[1, 1, 2], Dtype::Float32).unwrap();
+        let empty = Cache::new(vec![LayerCache::Recurrent(state)]);
+        let mut prefixes = Prefixes::new(empty.clone(), 0, None, 0).unwrap();
+        let mut timeline = Timeline::new(vec![1, 2, 3], empty, Vec::new());
+        let ran = |timeline: &mut Timeline, values: [f32; 2]| {
+            timeline.cache.position = timeline.len();
+            timeline.ran(Logits::new(Array::from_slice(&values, &[1, 2]), 2), 0, None, None);
+        };
+        ran(&mut timeline, [0.0, 1.0]);
+        timeline.take_checkpoint(3, 1).unwrap();
+        timeline.commit(1);
+        ran(&mut timeline, [1.0, 0.0]);
+        timeline.rewind(3);
+        assert_eq!(timeline.settle(false, &mut prefixes, 2).unwrap(), Some(0));
+        assert_eq!((timeline.cache().position, timeline.tokens()), (3, &[1, 2, 3][..]));
+        assert!(timeline.can_sample());
+        let logits = timeline.logits().unwrap().own().unwrap();
+        assert_eq!(logits.as_slice::<f32>(), [0.0, 1.0]);
     }
 
     #[test]
