@@ -88,8 +88,9 @@ impl Decoder {
             prefills,
         );
         let is_over = |sequence: &Sequence| sequence.has_ended() && !sequence.is_away();
-        if drafted.is_none() && running.iter().any(is_over) {
-            // The client of the ended sequence does not wait for a pass of the others.
+        let has_prompts = running.iter().any(|sequence| sequence.prompt_rows() > 0);
+        if drafted.is_none() && has_prompts && running.iter().any(is_over) {
+            // The client of the ended sequence does not wait for the prompts of others.
             return Ok(());
         }
         let proposed = start.elapsed();

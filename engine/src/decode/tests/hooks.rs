@@ -221,10 +221,12 @@ fn the_end_of_a_reply_waits_for_no_prompt_of_others() {
     while !decoder.schedule.running()[0].is_back() {
         std::thread::yield_now();
     }
+    // Rows that were computed for another request need not run.
+    let rows = decoder.schedule.running()[1].timeline().position();
     decoder.step();
     assert!(matches!(read(ended).1, Event::Finished(_)));
     let [other_sequence] = decoder.schedule.running() else { panic!("one has ended") };
-    assert_eq!(other_sequence.timeline().position(), 0, "no row of the other prompt has run");
+    assert_eq!(other_sequence.timeline().position(), rows, "no row of the other prompt has run");
     step_until(decoder, 0);
     assert!(matches!(read(other).1, Event::Finished(_)));
 }
