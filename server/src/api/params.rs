@@ -203,17 +203,15 @@ pub fn tool_name(path: &str, tool: &Map<String, Value>) -> Result<String, ApiErr
 /// # Errors
 /// 400 if a schema is no object, or if two functions with one name differ: nobody could tell which one a call means.
 pub fn offered(functions: Vec<(String, Value)>) -> Result<(Vec<String>, Vec<Value>), ApiError> {
-    let mut names: HashMap<String, usize> = HashMap::new();
-    for (i, (field, tool)) in functions.iter().enumerate() {
+    let mut named: HashMap<&str, &Value> = HashMap::new();
+    for (field, tool) in &functions {
         let function = &tool["function"];
         if !matches!(function["parameters"], Value::Object(_) | Value::Null) {
             let message = format!("{field}: must be an object, a JSON schema");
             return Err(ApiError::invalid("invalid_type", field, message));
         }
         let name = function["name"].as_str().unwrap_or_default();
-        if let Some(first) = names.insert(name.into(), i)
-            && functions[first].1 != *tool
-        {
+        if named.insert(name, tool).is_some_and(|other| other != tool) {
             let path = field.rsplit_once('.').map_or("tools", |(path, _)| path);
             let message = format!("{path}.name: another tool has the name `{name}`");
             return Err(ApiError::value(format!("{path}.name"), message));

@@ -30,9 +30,9 @@ fn items(section: &str) -> Vec<String> {
     items
 }
 
-/// Whether `code` defines a function or a type `name`.
+/// Whether `code` defines a function or a type `name`, or has methods of it.
 fn defines(code: &str, name: &str) -> bool {
-    ["fn", "struct", "enum", "trait"].iter().any(|kind| {
+    ["fn", "struct", "enum", "trait", "impl"].iter().any(|kind| {
         let start = format!("{kind} {name}");
         let ends = |at: usize| {
             code[at + start.len()..].starts_with(|c: char| !c.is_alphanumeric() && c != '_')
@@ -61,18 +61,13 @@ fn missing(text: &str) -> (BTreeSet<String>, usize) {
             };
             if path.split("::").all(is_name) {
                 named += 1;
-                if !path.split("::").all(|part| defines(&code, part) || implements(&code, part)) {
+                if !path.split("::").all(|part| defines(&code, part)) {
                     missing.insert(path.to_string());
                 }
             }
         }
     }
     (missing, named)
-}
-
-/// Whether `code` has methods of the type `name`.
-fn implements(code: &str, name: &str) -> bool {
-    code.contains(&format!("impl {name} {{"))
 }
 
 #[test]
