@@ -4,8 +4,9 @@
 //! (`preparation.rs`); everything else here runs on the engine thread. In each step every sequence names the rows
 //! it needs (a chunk of its prompt, injected text, the token sampled last, or that token and a
 //! draft). All rows are joined and run by one `forward`, and each sequence that has caught up samples
-//! its next token from its last row, or one after each row of a draft. A step builds its graph from tokens that are still being
-//! computed and reads them while it runs, so that neither host nor device waits for the other.
+//! its next token from its last row, or one after each row of a draft. A step builds its graph from
+//! tokens that are still being computed and reads them while it runs, so that neither host nor device
+//! waits for the other.
 
 mod admit;
 mod calibration;

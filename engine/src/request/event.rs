@@ -52,8 +52,8 @@ pub enum Event {
         /// Most tokens of answer and tool calls, if they are limited apart from the reasoning.
         max_answer_tokens: Option<u32>,
     },
-    /// A policy has routed the request, which goes on there; before `Started`. The engine never sends it: whoever
-    /// follows [`RequestError::Routed`](crate::RequestError::Routed) does.
+    /// A policy has routed the request to another model or profile. This event precedes `Started`. The engine never sends
+    /// it: the follower of [`RequestError::Routed`](crate::RequestError::Routed) does.
     Routed {
         /// Name of the model.
         model: String,

@@ -14,8 +14,8 @@
 //! - Rows of prompt in a step are shared among profiles (`plan.rs`), and so is memory: the sequence that is preempted
 //!   for the next step is one of the profile with the most.
 //!
-//! A candidate that waits for room, and for which no profile must make room, blocks all candidates behind it, even those
-//! that would fit. So a single sequence that takes all memory, or the only slot, delays others until it ends.
+//! Some candidates wait for room that no other profile must make. Such a candidate blocks all candidates behind it, even
+//! those that would fit. So a single sequence that takes all memory, or the only slot, delays others until it ends.
 //!
 //! [`Request::running_limit`]: crate::request::Request::running_limit
 

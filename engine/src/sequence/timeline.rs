@@ -1,8 +1,8 @@
 //! The timeline of a sequence: its committed tokens, the cache that has run them, and the next
 //! token.
 //!
-//! The only writer of tokens, and of what is known of the next token ([`Next`]). Tokens are committed
-//! and rewound at once. The cache follows: the rows of a pass advance it ([`Timeline::span`]), and
+//! [`Timeline`] alone writes the tokens, and what is known of the next token ([`Next`]). Tokens are
+//! committed and rewound at once. The cache follows: the rows of a pass advance it ([`Timeline::span`]), and
 //! [`Timeline::settle`] rewinds it after its tokens were rewound. A cache of attention is cut; another
 //! one goes to the newest checkpoint that is early enough, or to saved state, and the remaining tokens
 //! run again. A rewind costs time and changes no number. The cache is lent to a pass and to the

@@ -76,9 +76,9 @@ const VIEWS: [&str; 10] = [
 /// What a layer is made of.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Count {
-    /// Operations of MLX.
+    /// Number of operations of MLX.
     operations: usize,
-    /// Those that are not [`VIEWS`].
+    /// Number of operations that are not [`VIEWS`].
     dispatches: usize,
 }
 
@@ -92,8 +92,8 @@ impl Count {
     }
 }
 
-/// Replaces what MLX builds on a CPU for `name`, the operations `parts`, by the one that it builds on Metal. There are as many
-/// as there are operations `mark`, of which each has one.
+/// Replaces each group `parts`, which MLX builds on a CPU, by the operation `name`, which it builds on Metal. `mark` occurs once
+/// in a group and nowhere else.
 fn join(operations: &mut Operations, name: &str, parts: &Operations, mark: &str) {
     assert_eq!(parts[mark], 1, "{parts:?}");
     let count = operations.get(mark).copied().unwrap_or_default();

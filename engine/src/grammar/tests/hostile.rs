@@ -489,9 +489,9 @@ fn hostile(number: u64) -> Form {
     }
 }
 
-/// Of a tenth of [`fuzz_inputs`](crate::fuzz_inputs) forms, from number `STEERSMAN_FUZZ_FIRST`, each compiles or is
-/// refused with its field, each mask is computed or ends its reply, and nothing panics, overflows a stack or runs
-/// without end.
+/// Each form compiles or is refused with its field, each mask is computed or ends its reply, and nothing panics, overflows
+/// a stack or runs without end. The forms are a tenth of [`fuzz_inputs`](crate::fuzz_inputs), from number
+/// `STEERSMAN_FUZZ_FIRST` on.
 #[test]
 fn generated_hostile_forms_end() {
     let first = std::env::var("STEERSMAN_FUZZ_FIRST");
