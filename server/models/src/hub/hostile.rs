@@ -48,18 +48,20 @@ enum Body {
     Short(&'static str),
     /// Nothing while the client waits.
     Silent,
-    /// A byte at a time, each before the client gives up.
+    /// A byte at a time.
     Trickle,
     /// Headers without an end.
     Headers,
 }
 
+/// The weights of the model: of more bytes than a hub that trickles sends while a machine does not run the client.
+const WEIGHTS: &str = match str::from_utf8(&[b'w'; 16 << 10]) {
+    Ok(text) => text,
+    Err(_) => unreachable!(),
+};
+
 fn files() -> BTreeMap<&'static str, &'static str> {
-    BTreeMap::from([
-        ("config.json", "{}"),
-        ("tokenizer.json", "{}"),
-        ("model.safetensors", "weights of 26 bytes, enough"),
-    ])
+    BTreeMap::from([("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", WEIGHTS)])
 }
 
 /// Times that a hub which answers does not reach on any machine.
@@ -72,8 +74,10 @@ const PATIENT: Times = Times {
 };
 
 /// Times for a hub that does not answer.
-const IMPATIENT: Times =
-    Times { silence: Duration::from_millis(300), window: Duration::from_millis(300), ..PATIENT };
+const SILENT: Times = Times { silence: Duration::from_millis(300), ..PATIENT };
+
+/// Times for a hub that answers too slowly.
+const SLOW: Times = Times { window: Duration::from_millis(300), ..PATIENT };
 
 /// Serves with `fault`; returns the address, and where the bytes that clients took are counted.
 fn serve(fault: Fault) -> (String, Arc<AtomicU64>) {
@@ -182,7 +186,7 @@ fn send(
             write!(stream, "Content-Length: {}\r\n\r\n", text.len())?;
             for byte in text.bytes() {
                 stream.write_all(&[byte])?;
-                thread::sleep(IMPATIENT.silence / 6);
+                thread::sleep(SLOW.window / 6);
             }
         }
         Body::Headers => {
@@ -278,7 +282,7 @@ fn faults() -> Vec<(&'static str, Fault, Option<&'static str>)> {
         ("a file without an end", FileBody(Body::Endless), Some("promised")),
         ("a file that ends early", FileBody(Body::Short("{")), Some("connection")),
         ("a file that stops", FileBody(Body::Silent), Some("download failed")),
-        ("a file that trickles", FileBody(Body::Trickle), Some("download failed")),
+        ("a file that trickles", FileBody(Body::Trickle), Some("bytes in")),
         ("headers of a file without an end", FileBody(Body::Headers), Some("download failed")),
         // Replies to a request for a range.
         ("a redirect to itself", FileHead("302 Found\r\nLocation: HOME/x\r\n"), Some("redirects more than")),
@@ -338,9 +342,9 @@ fn a_hostile_hub_writes_nothing_outside_of_the_cache_and_every_download_ends() {
         let before = everything(root.path(), &cache);
         let (endpoint, taken) = serve(fault);
         let hub = Hub { endpoint, cache: cache.clone(), token: None, offline: false };
-        let stalls = |body| matches!(body, Body::Silent | Body::Trickle);
         let times = match fault {
-            Fault::ListBody(body) | Fault::FileBody(body) if stalls(body) => IMPATIENT,
+            Fault::ListBody(Body::Silent) | Fault::FileBody(Body::Silent) => SILENT,
+            Fault::FileBody(Body::Trickle) => SLOW,
             _ => PATIENT,
         };
         let done = fetch(&hub, times);
