@@ -61,7 +61,11 @@ const WEIGHTS: &str = match str::from_utf8(&[b'w'; 16 << 10]) {
 };
 
 fn files() -> BTreeMap<&'static str, &'static str> {
-    BTreeMap::from([("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", WEIGHTS)])
+    BTreeMap::from([
+        ("config.json", "{}"),
+        ("tokenizer.json", "{}"),
+        ("model.safetensors", WEIGHTS),
+    ])
 }
 
 /// Times that a hub which answers does not reach on any machine.
