@@ -75,10 +75,7 @@ impl Decoder {
             running[0].timeline_mut().begin_alone();
         }
         let start = Instant::now();
-        let planned = self.schedule.plan_prefill(running, self.costs.passes());
-        let prefilled = running.iter().zip(&planned).filter(|&(_, &rows)| rows > 0);
-        let profiles: Vec<String> = prefilled.map(|(s, _)| s.request().profile.clone()).collect();
-        let prefills = !profiles.is_empty();
+        let prefills = self.plan_prefill(running).iter().any(|&rows| rows > 0);
         let drafted = self.speculation.propose(
             &mut self.network,
             &self.masks,
@@ -94,7 +91,11 @@ impl Decoder {
             return Ok(());
         }
         let proposed = start.elapsed();
-        let prompt_rows = self.forward(running)?;
+        // What is committed before a draft may end a stream.
+        let planned = self.plan_prefill(running);
+        let prefilled = running.iter().zip(&planned).filter(|&(_, &rows)| rows > 0);
+        let profiles: Vec<String> = prefilled.map(|(s, _)| s.request().profile.clone()).collect();
+        let prompt_rows = self.forward(running, planned)?;
         let ran = start.elapsed() - proposed;
         // An error ends the sequence when its token is committed.
         running.iter().for_each(|sequence| drop(sequence.timeline().wait_for_pass()));
@@ -156,6 +157,11 @@ impl Decoder {
         Ok(())
     }
 
+    /// The rows of prompt that each of `running` runs in this step.
+    fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+        self.schedule.plan_prefill(running, self.costs.passes())
+    }
+
     /// Commits the tokens of one sequence that are known after a pass.
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.saved.save_at_save_point(sequence);
@@ -202,9 +208,9 @@ impl Decoder {
         sequence.take_checkpoint()
     }
 
-    /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up, and
-    /// after each row of a draft. Returns the number of rows of prompt among them; `None` if no row ran.
-    fn forward(&mut self, running: &mut [Sequence]) -> Result<Option<usize>> {
+    /// Joins the rows of all sequences, of which `planned` are rows of prompt, runs them, and samples a token for each that
+    /// has caught up, and after each row of a draft. Returns the number of rows of prompt among them; `None` if no row ran.
+    fn forward(&mut self, running: &mut [Sequence], planned: Vec<usize>) -> Result<Option<usize>> {
         let (mut inputs, mut end) = (Vec::new(), 0);
         let mut ran = Vec::new();
         let mut spans = Vec::new();
@@ -213,7 +219,6 @@ impl Decoder {
         let precise = self.network.is_precise();
         let several = running.len() > 1;
         let checks = self.speculation.is_exact() && precise && several;
-        let planned = self.schedule.plan_prefill(running, self.costs.passes());
         let prompt_rows = planned.iter().sum();
         let expected = (prompt_rows > 0)
             .then(|| self.saved.expect_step(running, &planned, self.costs.bytes()));

@@ -199,7 +199,14 @@ impl Schedule {
             owes: self.debt.is_of(&sequence.request().profile),
         };
         let pending: Vec<Pending> = running.iter().map(pending).collect();
-        let budget = Budget { stall: self.stall, chunk: self.chunk, owed: self.debt.is_owed() };
+        let runs =
+            |profile: &str| running.iter().any(|sequence| sequence.request().profile == profile);
+        let budget = Budget {
+            stall: self.stall,
+            chunk: self.chunk,
+            owed: self.debt.is_owed(),
+            is_awaited: self.queue.has_other(runs),
+        };
         plan::prefill_rows(&pending, costs, budget)
     }
 }

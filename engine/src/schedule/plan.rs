@@ -4,8 +4,9 @@
 //! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
 //! pass is expected to take at most [`Budget::stall`], or twice what prefill of one row takes, but never
 //! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. The same holds for a stream whose policy is called,
-//! as its answer comes soon, and for a short prompt beside those of other profiles. A pass that nobody waits for runs a
-//! whole chunk.
+//! as its answer comes soon, for a short prompt beside those of other profiles, and for a request of another profile that
+//! is being prepared. A request that arrives during a pass waits for its end, so a pass that nobody waits for yet is
+//! expected to take at most [`TURN`], and only longer where the fixed cost of so short passes would slow prefill.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
@@ -36,6 +37,13 @@ pub const LEAST_ROWS: usize = 64;
 
 /// Steps without a row after which a sequence runs before those with shorter prompts.
 pub const AGING: u32 = 8;
+
+/// Longest expected time of a pass that nobody waits for when it begins, in multiples of [`Budget::stall`].
+pub const TURN: u32 = 2;
+
+/// Least cost of the rows of such a pass, in multiples of what prefill of any length takes: shorter passes would slow
+/// prefill by more than an eighth.
+const TURN_ROWS: f32 = 8.0;
 
 /// Time that prompts may take from the streams, for each second that the streams need themselves.
 pub const SHARE: f32 = 0.5;
@@ -68,6 +76,8 @@ pub struct Budget {
     /// Whether the streams are owed time, for which prompts longer than a chunk wait, and several prompts
     /// of a profile that owes it.
     pub owed: bool,
+    /// Whether a request of a profile without a sequence waits to be prepared, or to start.
+    pub is_awaited: bool,
 }
 
 /// What prompts have taken from the streams beyond their share.
@@ -178,14 +188,11 @@ impl PassCosts {
         self.row += of_rows / rows as f32;
     }
 
-    /// Rows of prompt with which a pass takes `stall`. If prefill of any length takes about as long, so
-    /// many that their own cost is as large: fewer rows would stop the streams more often.
-    fn rows_within(&self, stall: Duration) -> usize {
-        if self.row <= 0.0 {
-            return LEAST_ROWS;
-        }
-        let left = stall.as_secs_f32() - self.decode - self.prefill;
-        (left.max(self.prefill) / self.row) as usize
+    /// Rows of prompt with which a pass takes `time`. If prefill of any length takes about as long, so many that their
+    /// own cost is `least` times as large: fewer rows would stop the streams more often. `None` before the first pass.
+    fn rows_within(&self, time: Duration, least: f32) -> Option<usize> {
+        let left = time.as_secs_f32() - self.decode - self.prefill;
+        (self.row > 0.0).then(|| (left.max(least * self.prefill) / self.row) as usize)
     }
 }
 
@@ -213,13 +220,16 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     profiles.dedup();
     let least = LEAST_ROWS.min(budget.chunk);
     // Whole chunks of the gated delta rule: a part of one costs as much.
-    let rows = costs.rows_within(budget.stall);
-    let within_stall = (rows - rows % LEAST_ROWS).clamp(least, budget.chunk);
+    let chunks = |rows: usize| (rows - rows % LEAST_ROWS).clamp(least, budget.chunk);
+    let within_stall = chunks(costs.rows_within(budget.stall, 1.0).unwrap_or(LEAST_ROWS));
+    let within_turn =
+        costs.rows_within(TURN * budget.stall, TURN_ROWS).map_or(budget.chunk, chunks);
     let ends_soon = |&i: &usize| sequences[i].rows <= within_stall / profiles.len();
-    let is_awaited = has_streams
+    let is_awaited = budget.is_awaited
+        || has_streams
         || sequences.iter().any(|sequence| sequence.may_wait)
         || profiles.len() > 1 && order.iter().any(ends_soon);
-    let mut left = if is_awaited { within_stall } else { budget.chunk };
+    let mut left = if is_awaited { within_stall } else { within_turn };
     let share = left / profiles.len().max(1);
     let mut shares = vec![share; profiles.len()];
     let mut planned = vec![0; sequences.len()];
@@ -268,7 +278,8 @@ mod tests {
 
     use super::*;
 
-    const BUDGET: Budget = Budget { stall: Duration::from_millis(100), chunk: 512, owed: false };
+    const BUDGET: Budget =
+        Budget { stall: Duration::from_millis(100), chunk: 512, owed: false, is_awaited: false };
 
     fn costs(decode: f32, row: f32) -> PassCosts {
         PassCosts { decode, prefill: 0.0, row }
@@ -290,6 +301,22 @@ mod tests {
         // Nothing is known yet.
         let unknown = PassCosts::default();
         assert_eq!(prefill_rows(&pending(&[0, 9000]), &unknown, BUDGET), [0, 64]);
+    }
+
+    #[test]
+    fn a_pass_that_nobody_waits_for_is_expected_to_end_within_a_turn() {
+        let planned = |costs, budget| prefill_rows(&pending(&[9000]), &costs, budget)[0];
+        assert_eq!(planned(costs(0.01, 0.000_7), BUDGET), 256);
+        assert_eq!(planned(costs(0.01, 0.000_1), BUDGET), 512);
+        assert_eq!(planned(costs(0.01, 0.01), BUDGET), 64);
+        // Short passes would take longer than their rows.
+        let fixed = PassCosts { decode: 0.01, prefill: 0.05, row: 0.001 };
+        assert_eq!(planned(fixed, BUDGET), 384);
+        // A request of another profile is being prepared.
+        let awaited = Budget { is_awaited: true, ..BUDGET };
+        assert_eq!(planned(costs(0.01, 0.000_7), awaited), 128);
+        // Nothing is known yet.
+        assert_eq!(planned(PassCosts::default(), BUDGET), 512);
     }
 
     #[test]

@@ -254,6 +254,11 @@ impl Queue {
         self.lock().entries.len()
     }
 
+    /// Returns true if a request waits, or is being prepared, whose profile is not one of `these`.
+    pub fn has_other(&self, these: impl Fn(&str) -> bool) -> bool {
+        self.lock().entries.iter().any(|entry| !these(&entry.profile))
+    }
+
     /// Takes the first waiting request, to prepare it. `None` if there is none, or enough requests before
     /// it are being prepared or ready.
     pub fn try_take(&self) -> Option<Taken> {
