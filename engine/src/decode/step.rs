@@ -94,7 +94,8 @@ impl Decoder {
         // What is committed before a draft may end a stream.
         let planned = self.plan_prefill(running);
         let prefilled = running.iter().zip(&planned).filter(|&(_, &rows)| rows > 0);
-        let profiles: Vec<String> = prefilled.map(|(s, _)| s.request().profile.clone()).collect();
+        let prompts: Vec<(String, usize)> =
+            prefilled.map(|(s, &rows)| (s.request().profile.clone(), rows)).collect();
         let prompt_rows = self.forward(running, planned)?;
         let ran = start.elapsed() - proposed;
         // An error ends the sequence when its token is committed.
@@ -139,8 +140,7 @@ impl Decoder {
         self.activity.add_step(times);
         if let Some(rows) = prompt_rows {
             let seconds = elapsed.as_secs_f32();
-            let prompts = (rows, profiles);
-            self.schedule.count_pass(self.costs.passes(), prompts, seconds, streams > 0);
+            self.schedule.count_pass(self.costs.passes(), &prompts, seconds, streams > 0);
             self.costs.learn_pass(rows, seconds);
         }
         if elapsed > self.schedule.stall() {

@@ -2,9 +2,10 @@
 //!
 //! [`Schedule`] has the sequences. [`queue`] has the requests that have not started, and their order. [`turns`] decides which of them, of
 //! the preempted sequences and of those that wait for a prefix may start; [`memory`], [`saved`] and [`preempt`] whether there is
-//! room; [`plan`] which rows of prompt run in a step.
+//! room; [`plan`] which rows of prompt run in a step, and [`debt`] what they have taken from the streams.
 
 pub mod await_prefix;
+pub mod debt;
 pub mod memory;
 pub mod plan;
 pub mod preempt;
@@ -17,8 +18,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::await_prefix::AwaitingPrefix;
+use self::debt::Debt;
 use self::memory::PassBytes;
-use self::plan::{Budget, Debt, PassCosts, Pending};
+use self::plan::{Budget, PassCosts, Pending};
 use self::queue::Queue;
 use self::saved::SavedState;
 use crate::sequence::Sequence;
@@ -161,22 +163,21 @@ impl Schedule {
         self.stall
     }
 
-    /// Time that the streams are owed.
+    /// What profiles owe the streams.
     pub fn debt(&self) -> Debt {
         self.debt.clone()
     }
 
-    /// Replaces the time that the streams are owed.
+    /// Replaces what profiles owe the streams.
     pub fn set_debt(&mut self, debt: Debt) {
         self.debt = debt;
     }
 
-    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt of `profiles`, beside streams
-    /// or without.
+    /// Counts a pass that took `seconds`, with rows of prompt of these profiles, beside streams or without.
     pub fn count_pass(
         &mut self,
         costs: &PassCosts,
-        prompts: (usize, Vec<String>),
+        prompts: &[(String, usize)],
         seconds: f32,
         has_streams: bool,
     ) {
@@ -201,12 +202,8 @@ impl Schedule {
         let pending: Vec<Pending> = running.iter().map(pending).collect();
         let runs =
             |profile: &str| running.iter().any(|sequence| sequence.request().profile == profile);
-        let budget = Budget {
-            stall: self.stall,
-            chunk: self.chunk,
-            owed: self.debt.is_owed(),
-            is_awaited: self.queue.has_other(runs),
-        };
+        let budget =
+            Budget { stall: self.stall, chunk: self.chunk, is_awaited: self.queue.has_other(runs) };
         plan::prefill_rows(&pending, costs, budget)
     }
 }

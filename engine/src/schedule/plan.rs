@@ -9,12 +9,11 @@
 //! expected to take at most [`TURN`], and only longer where the fixed cost of so short passes would slow prefill.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
-//! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
-//! waits until the streams have had that time back. So a stream's mean time between tokens grows by at
-//! most half while long prompts are read. Short prompts do not wait: their first token is near. Many of them are a
-//! long prompt, though, to the streams of other profiles: if one of these decodes, several prompts of a profile wait if
-//! prompts of it have run since the time is owed. So 256 texts of an embedding slow a stream of another profile by half
-//! as well. A single one does not wait: it delays streams once, and would wait as long as their own profile reads prompts.
+//! takes. So a profile owes the streams what its prompts take beyond a share of the streams' own time ([`Debt`]). While it
+//! does, its prompts longer than a chunk wait for all streams, and its other prompts for the streams of other
+//! profiles: many short prompts are a long one to these.
+//!
+//! [`Debt`]: super::debt::Debt
 //!
 //! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
 //! sequence that was passed over [`AGING`] times runs before shorter ones.
@@ -24,7 +23,6 @@
 //! Source: mixed steps of prefill chunks and decodes are those of Sarathi-Serve (arXiv:2403.02310).
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -45,9 +43,6 @@ pub const TURN: u32 = 2;
 /// prefill by more than an eighth.
 const TURN_ROWS: f32 = 8.0;
 
-/// Time that prompts may take from the streams, for each second that the streams need themselves.
-pub const SHARE: f32 = 0.5;
-
 /// A sequence, as the plan sees it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pending {
@@ -62,7 +57,7 @@ pub struct Pending {
     pub passed_over: u32,
     /// A number for its profile.
     pub profile: usize,
-    /// Whether prompts of its profile have run since the streams are owed time.
+    /// Whether its profile owes the streams time.
     pub owes: bool,
 }
 
@@ -73,50 +68,8 @@ pub struct Budget {
     pub stall: Duration,
     /// Most rows of prompt in a pass.
     pub chunk: usize,
-    /// Whether the streams are owed time, for which prompts longer than a chunk wait, and several prompts
-    /// of a profile that owes it.
-    pub owed: bool,
     /// Whether a request of a profile without a sequence waits to be prepared, or to start.
     pub is_awaited: bool,
-}
-
-/// What prompts have taken from the streams beyond their share.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Debt {
-    seconds: f32,
-    /// Profiles whose prompts have run since time is owed. Empty if none is owed.
-    profiles: BTreeSet<String>,
-}
-
-impl Debt {
-    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt of `profiles`, beside streams or
-    /// without.
-    pub fn count(
-        &mut self,
-        costs: &PassCosts,
-        (rows, profiles): (usize, impl IntoIterator<Item = String>),
-        seconds: f32,
-        has_streams: bool,
-    ) {
-        // A single slow pass has compiled a kernel or waited for a busy machine.
-        let taken = (seconds - costs.decode).clamp(0.0, 2.0 * costs.prefill_of(rows));
-        self.seconds = (self.seconds + taken - SHARE * costs.decode).max(0.0);
-        if !has_streams || self.seconds == 0.0 {
-            *self = Self::default();
-        } else {
-            self.profiles.extend(profiles);
-        }
-    }
-
-    /// Whether the streams are owed time.
-    pub fn is_owed(&self) -> bool {
-        self.seconds > 0.0
-    }
-
-    /// Whether prompts of `profile` have run since the streams are owed time.
-    pub fn is_of(&self, profile: &str) -> bool {
-        self.profiles.contains(profile)
-    }
 }
 
 /// Seconds that passes take on this machine: measured at the start, and learned while it serves.
@@ -159,8 +112,13 @@ impl PassCosts {
         ComputeCosts { token: self.row, pass: self.prefill, pass_tokens: chunk.max(1) }
     }
 
+    /// What a pass that only decodes takes.
+    pub(super) fn decode(&self) -> f32 {
+        self.decode
+    }
+
     /// What `rows` rows of prompt are expected to add to a pass.
-    fn prefill_of(&self, rows: usize) -> f32 {
+    pub(super) fn prefill_of(&self, rows: usize) -> f32 {
         if rows == 0 { 0.0 } else { self.prefill + self.row * rows as f32 }
     }
 
@@ -202,12 +160,9 @@ impl PassCosts {
 pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) -> Vec<usize> {
     let has_streams = sequences.iter().any(|sequence| sequence.decodes);
     let waits = |waiting: &Pending| {
-        let is_own = |other: &&Pending| other.profile == waiting.profile;
-        let is_one_of_many =
-            || sequences.iter().filter(is_own).filter(|other| other.rows > 0).count() > 1;
-        let other_decodes = || sequences.iter().any(|other| other.decodes && !is_own(&other));
-        let for_any = waiting.rows > budget.chunk && has_streams;
-        budget.owed && (for_any || waiting.owes && is_one_of_many() && other_decodes())
+        let is_other = |other: &Pending| other.decodes && other.profile != waiting.profile;
+        let is_long = waiting.rows > budget.chunk;
+        waiting.owes && (is_long && has_streams || sequences.iter().any(is_other))
     };
     let runs = |&i: &usize| sequences[i].rows > 0 && !waits(&sequences[i]);
     let mut order: Vec<usize> = (0..sequences.len()).filter(runs).collect();
@@ -279,7 +234,7 @@ mod tests {
     use super::*;
 
     const BUDGET: Budget =
-        Budget { stall: Duration::from_millis(100), chunk: 512, owed: false, is_awaited: false };
+        Budget { stall: Duration::from_millis(100), chunk: 512, is_awaited: false };
 
     fn costs(decode: f32, row: f32) -> PassCosts {
         PassCosts { decode, prefill: 0.0, row }
@@ -364,91 +319,41 @@ mod tests {
     }
 
     #[test]
-    fn a_long_prompt_waits_for_streams_that_are_owed_time_and_a_short_one_does_not() {
-        let owed = Budget { owed: true, ..BUDGET };
+    fn a_long_prompt_waits_for_streams_that_its_profile_owes_time() {
         let cheap = costs(0.01, 0.0004);
-        assert_eq!(prefill_rows(&pending(&[0, 9000, 100]), &cheap, owed), [0, 0, 100]);
-        assert_eq!(prefill_rows(&pending(&[0, 9000]), &cheap, owed), [0, 0]);
+        let owing = |rows: &[usize]| {
+            let owes = |pending| Pending { owes: true, ..pending };
+            pending(rows).into_iter().map(owes).collect::<Vec<_>>()
+        };
+        assert_eq!(prefill_rows(&owing(&[0, 9000, 100]), &cheap, BUDGET), [0, 0, 100]);
+        assert_eq!(prefill_rows(&owing(&[0, 9000]), &cheap, BUDGET), [0, 0]);
         // Without a stream there is nobody to wait for.
-        assert_eq!(prefill_rows(&pending(&[9000]), &cheap, owed), [512]);
+        assert_eq!(prefill_rows(&owing(&[9000]), &cheap, BUDGET), [448]);
         // A policy may take long to answer.
-        let mut policy_is_called = pending(&[0, 9000]);
+        let mut policy_is_called = owing(&[0, 9000]);
         (policy_is_called[0].decodes, policy_is_called[0].may_wait) = (false, true);
-        assert_eq!(prefill_rows(&policy_is_called, &cheap, owed), [0, 192]);
+        assert_eq!(prefill_rows(&policy_is_called, &cheap, BUDGET), [0, 192]);
+        // Another profile has taken nothing.
+        let mut other = owing(&[0, 9000, 9000]);
+        (other[2].profile, other[2].owes) = (1, false);
+        assert_eq!(prefill_rows(&other, &cheap, BUDGET), [0, 0, 192]);
     }
 
     #[test]
     fn prompts_of_a_profile_that_owes_time_wait_for_streams_of_others_only() {
-        let owed = Budget { owed: true, ..BUDGET };
         let cheap = costs(0.01, 0.0004);
         let text = Pending { rows: 40, profile: 1, owes: true, ..Pending::default() };
         let planned = |streams: &[usize], prompts: &[Pending]| {
             let stream = |&profile| Pending { decodes: true, profile, ..Pending::default() };
             let all: Vec<_> = streams.iter().map(stream).chain(prompts.iter().copied()).collect();
-            prefill_rows(&all, &cheap, owed).split_off(streams.len())
+            prefill_rows(&all, &cheap, BUDGET).split_off(streams.len())
         };
         assert_eq!(planned(&[0], &[text; 3]), [0, 0, 0]);
+        assert_eq!(planned(&[0], &[text]), [0]);
         assert_eq!(planned(&[1], &[text; 3]), [40, 40, 40]);
         assert_eq!(planned(&[], &[text; 3]), [40, 40, 40]);
         let other = Pending { profile: 2, owes: false, ..text };
         assert_eq!(planned(&[0, 1], &[text, text, other, other]), [0, 0, 40, 40]);
-        assert_eq!(planned(&[0], &[text, other]), [40, 40]);
-    }
-
-    /// 256 short prompts of a profile beside a stream of another one, four of which are ready at a time.
-    #[test]
-    fn many_short_prompts_slow_a_stream_of_another_profile_by_at_most_half() {
-        for (decode, row) in [(0.005, 0.000_5), (0.02, 0.000_2), (0.002, 0.002)] {
-            let (costs, mut debt) = (PassCosts { decode, prefill: 0.001, row }, Debt::default());
-            let (mut left, mut time, mut passes) = (256, 0.0, 0);
-            while left > 0 {
-                let text =
-                    Pending { rows: 12, profile: 1, owes: debt.is_of("b"), ..Pending::default() };
-                let mut sequences = vec![text; left.min(4)];
-                sequences.push(Pending { decodes: true, ..Pending::default() });
-                let budget = Budget { owed: debt.is_owed(), ..BUDGET };
-                let planned = prefill_rows(&sequences, &costs, budget);
-                left -= planned.iter().filter(|&&rows| rows == 12).count();
-                let rows = planned.iter().sum();
-                let seconds = decode + costs.prefill_of(rows);
-                debt.count(&costs, (rows, (rows > 0).then(|| "b".to_string())), seconds, true);
-                (time, passes) = (time + seconds, passes + 1);
-            }
-            let longest = decode + costs.prefill_of(48);
-            assert!(time <= 1.5 * decode * passes as f32 + longest, "{decode} {row}: {time}");
-            assert!(passes >= 64);
-        }
-    }
-
-    /// Random machines and long prompts without an end beside a stream: its steps take at most half as long
-    /// again in the mean, and the prompts go on.
-    #[test]
-    fn long_prompts_slow_a_stream_by_at_most_half() {
-        let mut random = Random(15);
-        for _ in 0..100 {
-            let decode = 0.001 + random.below(100) as f32 / 1000.0;
-            let (prefill, row) =
-                (random.below(50) as f32 / 1000.0, random.below(1000) as f32 / 1e6);
-            let (mut costs, mut debt) = (PassCosts { decode, prefill, row }, Debt::default());
-            let (mut time, mut with_prompts) = (0.0, 0);
-            let passes = 5000;
-            for _ in 0..passes {
-                let budget = Budget { owed: debt.is_owed(), ..BUDGET };
-                let planned = prefill_rows(&pending(&[0, 8000, 9000]), &costs, budget);
-                let prompt = planned.iter().sum();
-                let seconds = decode + if prompt > 0 { prefill + row * prompt as f32 } else { 0.0 };
-                debt.count(&costs, (prompt, None), seconds, true);
-                costs.learn(prompt, seconds);
-                time += seconds;
-                with_prompts += usize::from(prompt > 0);
-            }
-            let longest = decode + prefill + row * 512.0;
-            assert!(time <= 1.5 * decode * passes as f32 + longest, "{costs:?} {time}");
-            // They have at least half of their share, or run in every pass.
-            let of_prompts = time - decode * passes as f32;
-            let least = 0.49 * SHARE * decode * passes as f32;
-            assert!(of_prompts > least || with_prompts == passes, "{costs:?} {of_prompts}");
-        }
     }
 
     #[test]
