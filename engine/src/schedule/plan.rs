@@ -293,7 +293,7 @@ mod tests {
             sequences[30] = Pending { rows, profile, ..Pending::default() };
             assert_eq!(
                 prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET).iter().sum::<usize>(),
-                512
+                448
             );
         }
         let one = Candidate { computed: 9000, preempted: 3, of_profile: 2 };
