@@ -1,0 +1,243 @@
+//! What each check computes: small layers of random numbers, of every shape for which a kernel has code of its own.
+
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype, random};
+
+use crate::cache::{Cache, Full, LayerCache, Span};
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Activations};
+use crate::kernels::cuda::Tiled;
+use crate::kernels::{self, Mode, Quantization};
+use crate::nn::{
+    Block, Dense, Experts, Gate, GatedDelta, GatedMlp, Heads, Joined, Linear, Mlp, Moe, Outputs,
+    OwnKernel, Packed, RmsNorm, Rope, Scores, attention, swiglu,
+};
+
+/// Random numbers of a normal distribution.
+fn normal(seed: u64, shape: &[i32], dtype: Dtype) -> Result<Array> {
+    Ok(random::normal::<f32>(shape, None, None, &random::key(seed)?)?.as_dtype(dtype)?)
+}
+
+/// A packed matrix [outputs, inputs] or a stack of them, as loading stores it on this device.
+fn packed(seed: u64, shape: &[i32]) -> Result<Packed> {
+    let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+    let [rows @ .., inputs] = shape else { unreachable!("a matrix has inputs") };
+    let with = |columns: i32| [rows, &[columns]].concat();
+    let words = with(inputs / 8);
+    let count = words.iter().product::<i32>() as u32;
+    // Numbers of all sizes, in no order that a kernel could have.
+    let word = |i: u32| (i + 7 * seed as u32).wrapping_mul(0x9E37_79B9).rotate_left(i % 31);
+    let numbers: Vec<u32> = (0..count).map(word).collect();
+    let groups = with(inputs / 64);
+    // Means of 4 bits are 7.5 scales: the matrix has numbers of both signs.
+    let scales = normal(seed, &groups, Dtype::Float32)?.multiply(Array::from_f32(0.01))?;
+    let biases = scales.multiply(Array::from_f32(-7.5))?;
+    let weight = Array::from_slice(&numbers, &words);
+    let [scales, biases] = [scales, biases].map(|x| x.as_dtype(Dtype::Bfloat16));
+    let mut packed = Packed {
+        weight,
+        scales: scales?,
+        biases: Some(biases?),
+        quantization,
+        dtype: Dtype::Bfloat16,
+        own_kernel: None,
+    };
+    if cpu::is_enabled() && cpu::supports(packed.view()) {
+        packed.own_kernel =
+            Some(OwnKernel { activations: Activations::Exact, is_symmetric: false });
+    }
+    Ok(packed)
+}
+
+/// A packed layer as loading stores it on this device.
+fn linear(seed: u64, shape: &[i32]) -> Result<Linear> {
+    let weight = packed(seed, shape)?;
+    Ok(match Tiled::new(weight.view())? {
+        Some(weight) => Linear::Tiled { weight, bias: None },
+        None => Linear::Quantized { weight, bias: None },
+    })
+}
+
+/// A norm of five rows.
+pub fn run_norm(dtype: Dtype) -> Result<Vec<Array>> {
+    let norm = RmsNorm { weight: normal(1, &[320], dtype)?, eps: 1e-6 };
+    Ok(vec![norm.forward(&normal(2, &[1, 5, 320], dtype)?)?])
+}
+
+/// A SwiGLU gate of three rows.
+pub fn run_gate(dtype: Dtype) -> Result<Vec<Array>> {
+    let [gate, up] = [1, 2].map(|seed| normal(seed, &[1, 3, 200], dtype));
+    Ok(vec![swiglu(gate?, up?)?])
+}
+
+/// Packed matrices with a norm before and a sum after, joined ones, and one of floats; steps, drafts and prompts.
+pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
+    let own = linear(1, &[512, 256])?;
+    let gate_up = Joined::new([linear(2, &[256, 256])?, linear(3, &[256, 256])?])?;
+    let weight = normal(4, &[64, 256], dtype)?;
+    let own_kernel = cpu::is_enabled() && cpu::supports_dense(&weight);
+    let floats = Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias: None };
+    let mut results = Vec::new();
+    for rows in [1, 2, 5, 8, 33] {
+        let x = normal(5, &[1, rows, 256], dtype)?;
+        let sum = normal(6, &[1, rows, 512], dtype)?;
+        results.push(own.apply(kernels::Input::Rows(&x), Some(&sum))?);
+        results.extend(gate_up.forward(&x)?);
+        results.push(floats.forward(&x)?);
+    }
+    Ok(results)
+}
+
+/// Rows of two sequences after prompts: steps and drafts.
+const PASSES: [[i32; 2]; 4] = [[40, 9], [1, 1], [4, 1], [1, 8]];
+
+pub fn run_attention(dtype: Dtype) -> Result<Vec<Array>> {
+    let [heads, kv_heads, dim] = [8, 2, 64];
+    let new = || Cache::new(vec![LayerCache::Full(Full::new(kv_heads, dim))]);
+    let mut caches = [new(), new()];
+    let scores = Scores { scale: 0.125, softcap: None, sinks: None };
+    let mut results = Vec::new();
+    for (seed, rows) in (0..).step_by(4).zip(PASSES) {
+        let all = rows.iter().sum();
+        let each = |i: u64, heads| normal(seed + i, &[1, all, heads, dim], dtype);
+        let (q, k, v) = (each(1, heads)?, each(2, kv_heads)?, each(3, kv_heads)?);
+        let mut spans = spans(&mut caches, rows);
+        results.push(attention([&q, &k, &v], &scores, &mut spans, 0)?);
+        spans.iter_mut().for_each(Span::advance);
+    }
+    Ok(results)
+}
+
+fn spans(caches: &mut [Cache; 2], rows: [i32; 2]) -> Vec<Span<'_>> {
+    caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect()
+}
+
+pub fn run_heads(dtype: Dtype) -> Result<Vec<Array>> {
+    let [heads, kv_heads, head_dim] = [8, 2, 64];
+    let norm =
+        |seed| Ok::<_, Error>(RmsNorm { weight: normal(seed, &[head_dim], dtype)?, eps: 1e-6 });
+    let (q_norm, k_norm, rope) = (norm(1)?, norm(2)?, Rope::new(32, 10_000.0));
+    let own = Heads {
+        heads,
+        kv_heads,
+        head_dim,
+        gated: true,
+        q_norm: Some(&q_norm),
+        k_norm: Some(&k_norm),
+        rope: Some(&rope),
+    };
+    let widths = [2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim];
+    let [q, k, v] = widths.map(|width| normal(9, &[width, 8], dtype));
+    let dense = |weight: Array| Linear::Dense { weight: weight.into(), bias: None };
+    let projections = Joined::new([dense(q?), dense(k?), dense(v?)])?;
+    let scores = Scores { scale: 0.125, softcap: None, sinks: None };
+    let new = || Cache::new(vec![LayerCache::Full(Full::new(kv_heads, head_dim))]);
+    let mut caches = [new(), new()];
+    let mut results = Vec::new();
+    for (seed, rows) in (0..).step_by(4).zip(PASSES) {
+        let all = rows.iter().sum();
+        let [q, k, v] = widths.map(|width| normal(seed + width as u64, &[1, all, width], dtype));
+        let mut spans = spans(&mut caches, rows);
+        let projected = Outputs::Apart([q?, k?, v?]);
+        let y = own.attend(projected, &projections, &scores, &mut spans, 0)?;
+        spans.iter_mut().for_each(Span::advance);
+        // Kernels write caches in place: the next pass is made when this one is queued, as in decoding.
+        eval([&y])?;
+        results.push(y);
+    }
+    for cache in &caches {
+        results.extend(cache.arrays()?);
+    }
+    Ok(results)
+}
+
+/// A layer with the dimensions of heads that published models have.
+fn gated_delta(dtype: Dtype) -> Result<GatedDelta> {
+    let [key_heads, value_heads, dim] = [2, 4, 128];
+    let channels = (2 * key_heads + value_heads) * dim;
+    let conv1d: Result<Vec<_>> = (0..4).map(|tap| normal(tap, &[channels], dtype)).collect();
+    Ok(GatedDelta {
+        conv1d: conv1d?,
+        a_log: normal(10, &[value_heads], Dtype::Float32)?,
+        dt_bias: normal(11, &[value_heads], dtype)?,
+        norm: RmsNorm { weight: normal(12, &[dim], dtype)?, eps: 1e-6 },
+        key_heads,
+        value_heads,
+        key_dim: dim,
+        value_dim: dim,
+    })
+}
+
+/// Runs passes of a layer over two sequences. `draft` keeps only one row of the last pass.
+fn run_delta(dtype: Dtype, draft: bool) -> Result<Vec<Array>> {
+    let layer = gated_delta(dtype)?;
+    let (heads, values) = (layer.value_heads, layer.value_heads * layer.value_dim);
+    let channels = 2 * layer.key_heads * layer.key_dim + values;
+    let new = || -> Result<Cache> {
+        Ok(Cache::new(vec![LayerCache::Recurrent(layer.new_cache(dtype)?)]))
+    };
+    let mut caches = [new()?, new()?];
+    let mut results = Vec::new();
+    let passes = [3, 70, 1, 1, 6];
+    for (pass, rows) in (0..).zip(passes) {
+        let is_draft = draft && pass + 1 == passes.len() as u64;
+        if is_draft {
+            caches.iter_mut().for_each(Cache::mark_draft);
+        }
+        let [qkv, z, b, a] = [channels, values, heads, heads]
+            .map(|width| normal(20 + pass, &[1, 2 * rows, width], dtype));
+        let x = Outputs::Apart([qkv?, z?, b?, a?]);
+        let mut spans = spans(&mut caches, [rows, rows]);
+        results.push(layer.forward(&x, &mut spans, 0)?);
+        spans.iter_mut().for_each(Span::advance);
+        if is_draft {
+            let kept = usize::try_from(passes.iter().sum::<i32>() - rows + 1).unwrap_or(0);
+            caches.iter_mut().try_for_each(|cache| cache.rewind_draft(kept))?;
+        }
+    }
+    for cache in &caches {
+        results.extend(cache.arrays()?);
+    }
+    Ok(results)
+}
+
+pub fn run_gated_delta(dtype: Dtype) -> Result<Vec<Array>> {
+    run_delta(dtype, false)
+}
+
+pub fn run_rewind(dtype: Dtype) -> Result<Vec<Array>> {
+    run_delta(dtype, true)
+}
+
+/// A sparse block whose router prefers the same experts for all rows by a wide margin: a near-tie would be another choice,
+/// and no fault.
+pub fn run_experts(dtype: Dtype) -> Result<Vec<Array>> {
+    let [count, d, f] = [16, 256, 128];
+    let stack = |seed, outputs, inputs| -> Result<Linear> {
+        let weight = packed(seed, &[count, outputs, inputs])?;
+        Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
+    };
+    let gate_up = Joined::new([stack(1, f, d)?, stack(2, f, d)?])?;
+    let experts =
+        Experts(Block::from(GatedMlp { gate: Gate::Silu, gate_up, down_proj: stack(3, d, f)? }));
+    // Expert `i` has the score `i` times the sum of a row.
+    let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
+    let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
+    let gate = concatenate(&vec![ranks; d as usize], 1)?;
+    let moe = Mlp::Sparse(Box::new(Moe {
+        gate: Linear::Dense { weight: gate.into(), bias: None },
+        experts,
+        top_k: 4,
+        norm_topk_prob: true,
+        scale: 1.0,
+        groups: None,
+        shared: None,
+    }));
+    let norm = RmsNorm { weight: normal(4, &[d], dtype)?.abs()?, eps: 1e-6 };
+    let mut results = Vec::new();
+    for rows in [1, 3, 8] {
+        results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+    }
+    Ok(results)
+}
