@@ -281,7 +281,8 @@ def main(options):
             if not error or not error.get("param") or not error.get("message"):
                 bad.append((number, again, error))
     print(f"sent again, streamed and whole: {min(len(late), options.again)}; without a clear end: {len(bad)} {bad[:3]}")
-    time.sleep(5)
+    # An idle server looks every ten seconds whether there are pages to return.
+    time.sleep(30)
     print(f"rss: {rss} MiB at the start, {memory(server.process, 'VmRSS')} at the end, most {memory(server.process, 'VmHWM')}")
 
     for i in range(16):

@@ -55,7 +55,7 @@ pub mod console;
 pub mod doctor;
 pub mod environment;
 pub mod exit;
-mod heap;
+pub mod heap;
 pub mod hub;
 pub mod keys;
 pub mod local;

@@ -25,8 +25,8 @@ use steersman::signals::Signals;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, exit, keys, log, manage, serve, talk,
-    verify,
+    bundled, cache, calibrate, check, doctor, environment, exit, heap, keys, log, manage, serve,
+    talk, verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{
@@ -367,6 +367,7 @@ fn main() -> ExitCode {
     if let Some(status) = compile_if_asked() {
         return status;
     }
+    heap::use_one_heap();
     let cli = Cli::parse();
     match cli.command {
         Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
