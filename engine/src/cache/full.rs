@@ -30,7 +30,7 @@ pub struct Full {
     shared: Option<SharedKv>,
     /// The positions after them, [1, 2 H_kv, capacity, D].
     own: KvBuffer,
-    /// Computed by the kernel that wrote the newest rows in place: evaluating it writes them.
+    /// An output of the kernel that writes the newest rows in place; they are written when it is evaluated.
     written_with: Option<Array>,
 }
 

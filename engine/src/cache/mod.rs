@@ -83,7 +83,7 @@ pub struct Cache {
     /// Rows that went through the model so far: the position of the next one.
     pub position: usize,
     draft_mark: Option<usize>,
-    /// What the layers share with other caches: it counts those that have it.
+    /// The rows that the layers share with other caches; the reference count is the number of these caches.
     shared: Option<Rc<SharedRows>>,
 }
 

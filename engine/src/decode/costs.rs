@@ -1,4 +1,4 @@
-//! What passes, drafts and reads cost on this machine: the four cost models, which are read and learned here.
+//! The four cost models: what passes, drafts and reads cost on this machine. The prefix cache learns those of reads.
 //!
 //! | model | question | learned from |
 //! |---|---|---|
@@ -7,8 +7,8 @@
 //! | [`PassBytes`] | how much memory a pass takes | passes with rows of prompt |
 //! | [`ReadCosts`] | whether reading saved state is faster than computing it | reads from the disk |
 //!
-//! The first three are saved with the machine profile ([`MachineProfileFile`]), so that a later start does not measure
-//! them. The costs of reads depend on the disk of the prefix store, and are learned anew.
+//! The first three are saved with the machine profile ([`MachineProfileFile`]), so that a later start on a CPU measures none
+//! of them; on a GPU it measures the bytes of passes again, which compiles their kernels. The costs of reads depend on the disk of the prefix store, and are learned anew.
 
 use super::machine_profile::{MachineProfile, MachineProfileFile};
 use super::threads;

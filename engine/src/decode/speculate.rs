@@ -327,7 +327,7 @@ impl Speculation {
                 break;
             }
         }
-        // The rows after a call that is away were computed without its answer.
+        // The rows after a call of a policy were computed without its answer.
         let run_again =
             !diverted && (sampling_changed || sequence.is_away() || near_tie == Some(accepted));
         // The row of the last accepted token stays, unless it runs again.

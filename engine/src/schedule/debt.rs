@@ -1,7 +1,7 @@
 //! What the prompts of each profile have taken from the streams, which decides who waits for them (`plan.rs`).
 //!
-//! Every profile pays with the time that it waits, and for its own prompts only: one whose prompts have run waits until
-//! the streams have had that time back, however many prompts of others arrive meanwhile. So prompts lengthen the mean time
+//! A profile owes time for its own prompts only: it waits until the streams have had that time back, however many
+//! prompts of others arrive meanwhile. So prompts lengthen the mean time
 //! between two tokens of a stream by at most [`SHARE`] of it, and no prompt waits without an end.
 
 use std::collections::BTreeMap;

@@ -348,7 +348,7 @@ impl Queue {
         next
     }
 
-    /// A number larger than all before: the place of what begins to wait now.
+    /// A number larger than all before, which orders by arrival what begins to wait now.
     pub(crate) fn stamp(&self) -> u64 {
         self.lock().stamp()
     }

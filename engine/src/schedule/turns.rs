@@ -14,7 +14,7 @@
 //! - Rows of prompt in a step are shared among profiles (`plan.rs`), and so is memory: the sequence that is preempted
 //!   for the next step is one of the profile with the most.
 //!
-//! Some candidates wait for room that no other profile must make. Such a candidate blocks all candidates behind it, even
+//! A candidate for which no other profile has to make room blocks all candidates behind it until there is room, even
 //! those that would fit. So a single sequence that takes all memory, or the only slot, delays others until it ends.
 //!
 //! [`Request::running_limit`]: crate::request::Request::running_limit

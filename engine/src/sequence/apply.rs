@@ -68,7 +68,7 @@ impl Steering {
         Todo::Ask(Box::new(Ask { step, why, budget_reached }))
     }
 
-    /// Begins with the actions of an answer, up to the first stop: the longest rewind is the first.
+    /// Begins with the actions of an answer, up to the first stop. The longest rewind comes first.
     pub(super) fn begin_actions(
         &mut self,
         mut actions: Vec<Action>,

@@ -174,7 +174,7 @@ pub struct Steering {
     samples_late: bool,
     /// Tokens, prompt included, that the policy has seen or injected.
     pub(super) seen: usize,
-    /// Drawn tokens that the policies have not seen.
+    /// Sampled tokens that the policies have not seen.
     pub(super) drawn: Vec<DrawnToken>,
     /// The phase when `on-step` could last be called; `None` before the first token.
     pub(super) phase: Option<Phase>,
