@@ -3,10 +3,13 @@
 //! Sequences that have caught up run in every step, so prefill never stops them. A pass that also
 //! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
 //! pass is expected to take at most [`Budget::stall`], or twice what prefill of one row takes, but never
-//! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. The same holds for a stream whose policy is called,
-//! as its answer comes soon, for a short prompt beside those of other profiles, and for a request of another profile that
-//! is being prepared. A request that arrives during a pass waits for its end, so a pass that nobody waits for yet is
-//! expected to take at most [`TURN`], and only longer where the fixed cost of so short passes would slow prefill.
+//! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. The same holds for a stream whose
+//! policy is called, as its answer comes soon, for a request of another profile that is being prepared,
+//! and for a short prompt beside those of other profiles, of which the long ones get [`LEAST_ROWS`] together.
+//!
+//! A request that arrives during a pass waits for its end, so a pass that nobody waits for yet is
+//! expected to take at most [`TURN`] stalls, and longer only where the fixed cost of passes that short would
+//! slow prefill.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. So a profile owes the streams what its prompts take beyond a share of the streams' own time ([`Debt`]). While it
@@ -180,24 +183,32 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     let within_turn =
         costs.rows_within(TURN * budget.stall, TURN_ROWS).map_or(budget.chunk, chunks);
     let ends_soon = |&i: &usize| sequences[i].rows <= within_stall / profiles.len();
+    let has_short = profiles.len() > 1 && order.iter().any(ends_soon);
     let is_awaited = budget.is_awaited
         || has_streams
-        || sequences.iter().any(|sequence| sequence.may_wait)
-        || profiles.len() > 1 && order.iter().any(ends_soon);
+        || has_short
+        || sequences.iter().any(|sequence| sequence.may_wait);
     let mut left = if is_awaited { within_stall } else { within_turn };
+    // A short prompt would wait for the other rows of its pass.
+    let mut long = if has_short { least } else { left };
     let share = left / profiles.len().max(1);
     let mut shares = vec![share; profiles.len()];
     let mut planned = vec![0; sequences.len()];
-    for &i in &order {
-        let Ok(profile) = profiles.binary_search(&sequences[i].profile) else { continue };
-        planned[i] = sequences[i].rows.min(shares[profile]);
-        shares[profile] -= planned[i];
-        left -= planned[i];
-    }
-    for i in order {
-        let more = (sequences[i].rows - planned[i]).min(left);
-        planned[i] += more;
-        left -= more;
+    for within_share in [true, false] {
+        for i in &order {
+            let Ok(profile) = profiles.binary_search(&sequences[*i].profile) else { continue };
+            let mut more = (sequences[*i].rows - planned[*i]).min(left);
+            if within_share {
+                more = more.min(shares[profile]);
+            }
+            if !ends_soon(i) {
+                more = more.min(long);
+                long -= more;
+            }
+            planned[*i] += more;
+            left -= more;
+            shares[profile] -= more.min(shares[profile]);
+        }
     }
     planned
 }
@@ -287,7 +298,7 @@ mod tests {
         let mut sequences = vec![long; 30];
         sequences.push(Pending { rows: 40, profile: 7, ..Pending::default() });
         let planned = prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET);
-        assert_eq!((planned[0], planned[30], planned.iter().sum()), (152, 40, 192));
+        assert_eq!((planned[0], planned[30], planned.iter().sum()), (64, 40, 104));
         // Nobody is kept from a first token, or a short prompt is of the same profile.
         for (rows, profile) in [(2000, 7), (40, 0)] {
             sequences[30] = Pending { rows, profile, ..Pending::default() };
