@@ -25,25 +25,23 @@ impl Decoder {
     /// Serves requests until every handle is dropped or the engine is stopped, then flushes the store.
     pub fn run(mut self) {
         let (queue, preparer) = (self.schedule.queue().clone(), self.policies.preparer().clone());
-        std::thread::scope(|scope| {
-            // Also after a panic: nobody may wait for this thread then.
-            let _ended = Ended { queue: &queue, grammars: &preparer.grammars };
-            for lane in preparation::THREADS {
-                let thread = std::thread::Builder::new().name("prepare".into());
-                let (queue, preparer) = (&queue, &preparer);
-                let spawned =
-                    thread.spawn_scoped(scope, move || preparation::serve(preparer, queue, lane));
-                spawned.expect("the system has room for another thread");
-            }
-            self.serve();
-            while self.policies.finishing() > 0 {
-                self.schedule.queue().wait_unless(|| false, POLL);
-            }
-            self.costs.save_learned();
-            if let Err(error) = self.saved.prefixes().flush() {
-                tracing::warn!(%error, "flushing the prefix store failed");
-            }
-        });
+        // Also after a panic: nobody may wait for this thread then.
+        let _ended = Ended { queue: &queue, grammars: &preparer.grammars };
+        for lane in preparation::THREADS {
+            // Nobody joins it: one that tokenizes a long text ends after it, and an engine that stops does not wait for that.
+            let thread = std::thread::Builder::new().name("prepare".into());
+            let (queue, preparer) = (queue.clone(), preparer.clone());
+            let spawned = thread.spawn(move || preparation::serve(&preparer, &queue, lane));
+            spawned.expect("the system has room for another thread");
+        }
+        self.serve();
+        while self.policies.finishing() > 0 {
+            self.schedule.queue().wait_unless(|| false, POLL);
+        }
+        self.costs.save_learned();
+        if let Err(error) = self.saved.prefixes().flush() {
+            tracing::warn!(%error, "flushing the prefix store failed");
+        }
     }
 
     fn serve(&mut self) {
