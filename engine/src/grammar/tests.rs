@@ -341,6 +341,7 @@ fn calls_of_every_format_follow_the_schema() {
                 continue;
             }
             let text = text_of(format, tags);
+            let grammars = Grammars::new(text.clone());
             let call = |name: &str, arguments: &[(&str, Value)]| {
                 format.written.spell(&[(name, arguments)])
             };
@@ -348,7 +349,7 @@ fn calls_of_every_format_follow_the_schema() {
             let strict =
                 Request { tools: tools(true), tool_choice: choice.clone(), ..Request::default() };
             let check = |request: &Request, source: &str, expected: bool| {
-                let grammar = Grammars::new(text.clone()).compile(request);
+                let grammar = grammars.compile(request);
                 let mut grammar =
                     grammar.unwrap_or_else(|e| panic!("{}: {e}", format.name)).unwrap();
                 let tokens = text.encode(source).unwrap();

@@ -11,7 +11,7 @@ mod damaged;
 mod faults;
 mod samples;
 
-const CALLS: usize = 200;
+const CALLS: usize = 60;
 
 /// A tokenizer in which every byte is a token, and `tags` are too. The last token is hidden.
 fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
