@@ -16,15 +16,15 @@ const FIELDS: [&str; 4] = ["temperature", "top_p", "top_k", "min_p"];
 pub struct Sampling {
     /// 0 is greedy.
     #[schemars(range(min = 0.0, max = 2.0))]
-    temperature: Option<f32>,
+    temperature: Option<f64>,
     /// 0 keeps the likeliest token.
     #[schemars(range(min = 0.0, max = 1.0))]
-    top_p: Option<f32>,
+    top_p: Option<f64>,
     /// 0 and -1 keep all tokens.
     #[schemars(range(min = -1))]
     top_k: Option<i64>,
     #[schemars(range(min = 0.0, max = 1.0))]
-    min_p: Option<f32>,
+    min_p: Option<f64>,
     /// The field of the body that has these; empty if that is the body itself.
     #[serde(skip)]
     at: String,
@@ -67,18 +67,22 @@ impl Sampling {
     }
 }
 
-/// Checks that `value` is from 0 to `most`, the range in words.
+/// Checks that `value` is from 0 to `most`, the range in words. The message has the number as it was sent.
 fn within(
     name: String,
-    value: Option<f32>,
-    most: f32,
+    value: Option<f64>,
+    most: f64,
     range: &str,
 ) -> Result<Option<f32>, ApiError> {
     match value {
         Some(value) if !(0.0..=most).contains(&value) => {
+            let value = match value.abs() < 1e15 {
+                true => value.to_string(),
+                false => format!("{value:e}"),
+            };
             let message = format!("{name}: is {value}, must be {range}");
             Err(ApiError::value(name, message))
         }
-        value => Ok(value),
+        value => Ok(value.map(|value| value as f32)),
     }
 }

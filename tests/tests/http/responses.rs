@@ -1,5 +1,7 @@
 //! OpenAI's responses: items, typed events, and responses that continue others.
 
+mod labels;
+
 use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::{ProfileAccess, ServerConfig};

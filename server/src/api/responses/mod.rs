@@ -1,5 +1,6 @@
 //! OpenAI's responses: `POST /v1/responses`, and what was stored of them.
 
+mod labels;
 mod reply;
 mod request;
 mod stored;

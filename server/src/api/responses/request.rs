@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall};
 
-use super::Responses;
+use super::{Responses, labels};
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
@@ -195,6 +195,7 @@ pub fn schema(schemas: &mut Schemas) -> Value {
 /// 400 naming the field.
 pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiError> {
     fields::check(fields::RESPONSES, &fields)?;
+    labels::check(&fields)?;
     let repeated = REPEATED.iter().map(|(name, default)| {
         let value = fields.get(*name).filter(|value| !value.is_null()).cloned();
         let default = || serde_json::from_str(default).expect("the table contains JSON");
@@ -336,6 +337,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
         };
         unknown.check(&path, kind, item, known);
         json::check_texts(&path, item, fields_of(TEXTS, kind).unwrap_or_default())?;
+        labels::check_ids(&path, item)?;
         let mut tagged = item.clone();
         if let Some(item) = tagged.as_object_mut() {
             item.insert("type".into(), kind.into());
