@@ -6,6 +6,7 @@
 //!               user of wasmtime's engine
 //! check.rs      checks answers against the contract
 //! guard.rs      replaces a policy that failed (native.rs), counts failures (breaker.rs)
+//! tally.rs      counts calls, failures and closed loops of each policy, for operators
 //! chain.rs      calls the policies of one request in order and merges their answers
 //! registry.rs   Policy, Version, Session: which version of which policy steers which profile
 //! shipped.rs    the policies inside the binary
@@ -43,6 +44,7 @@ mod registry;
 mod sandbox;
 mod schema;
 mod shipped;
+mod tally;
 mod trace;
 mod trust;
 
@@ -70,5 +72,6 @@ pub use sandbox::{
 };
 pub use schema::{Kind, ParamSchema, Schema, conform, nearest};
 pub use shipped::shipped;
+pub use tally::{HookCounts, PolicyCounts};
 pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};
 pub use trust::{Signer, Trust};

@@ -53,6 +53,7 @@ use crate::golden::{Golden, check_golden};
 use crate::guard::Guard;
 use crate::sandbox::{Component, Context, Host, Urgency};
 use crate::schema::conform;
+use crate::tally::{Counted, PolicyCounts, Tallies};
 use crate::trace::Traces;
 use crate::trust::{Signer, Trust};
 
@@ -68,6 +69,7 @@ pub struct Policies {
     chains: BTreeMap<String, ProfileChain>,
     sources: BTreeMap<String, Source>,
     traces: Arc<Traces>,
+    tallies: Tallies,
     active: Mutex<Active>,
     /// Held while a valid version is activated and written to its file, so that of two uploads the same
     /// one wins in memory and on disk.
@@ -137,6 +139,7 @@ impl Policies {
             chains,
             sources,
             traces: Traces::new(config)?,
+            tallies: Tallies::default(),
             active: Mutex::default(),
             change: Mutex::default(),
             watch: OnceLock::new(),
@@ -206,12 +209,14 @@ impl Policies {
                 }
             };
             let breaker = version.as_ref().map(|version| version.breakers.of(profile, *shadow));
-            let guard = Guard::start(policy, on_failure, breaker.unwrap_or_default(), start)?;
+            let tally = self.tallies.of(policy, profile, *shadow);
+            let guard = Guard::start(policy, on_failure, breaker.unwrap_or_default(), start)
+                .inspect_err(|failure| tally.failed(failure))?;
             Ok(Link {
                 name: policy.clone(),
                 sha256: version.as_ref().map_or([0; 32], |version| version.component.sha256()),
                 shadow: *shadow,
-                policy: Box::new(guard),
+                policy: Box::new(Counted::new(Box::new(guard), tally)),
             })
         };
         let has = |link: &ResolvedLink, name: &str| {
@@ -353,6 +358,11 @@ impl Policies {
     /// Parameters that policies could not use at the start, one line each.
     pub fn unusable_params(&self) -> &[String] {
         &self.unusable
+    }
+
+    /// What each policy did in each profile since the start.
+    pub fn counts(&self) -> Vec<PolicyCounts> {
+        self.tallies.report()
     }
 
     /// Counters of policies: policy, counter, value; sorted.
