@@ -100,7 +100,7 @@ pub fn apply(config: &ModelConfig, data: &Path) -> Result<()> {
     }
     if has_checked {
         file.write(&outcomes);
-        tracing::info!(?outcomes, elapsed = ?start.elapsed(), "own kernels checked");
+        tracing::debug!(?outcomes, elapsed = ?start.elapsed(), "own kernels checked");
     }
     turn_off(&outcomes);
     Ok(())

@@ -23,11 +23,11 @@ pub fn admit(decoder: &mut Decoder, prepared: Prepared) -> Result<Sequence> {
             continue;
         }
         if let Err(error) = saved.prefixes_mut().retain(&prompt[..at], retention) {
-            let request_id = &prepared.request.id;
+            let id = &prepared.request.id;
             prepared
                 .request
                 .span
-                .log(|| tracing::warn!(request_id, %error, "retaining saved state failed"));
+                .log(|| tracing::warn!(id, %error, "retaining saved state failed"));
         }
     }
     new_sequence(decoder, prepared, cache)

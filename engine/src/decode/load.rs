@@ -321,7 +321,8 @@ fn layers_to_skip(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<V
         tracing::warn!(kl, "no feed-forward block can be skipped within engine.skip_kl");
         return Ok(Vec::new());
     };
-    tracing::info!(layers = ?skip.layers, kl = skip.kl, "skipping feed-forward blocks, replies change");
+    let layers = skip.layers.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    tracing::info!(layers, kl = skip.kl, "skipping feed-forward blocks, replies change");
     Ok(skip.layers.clone())
 }
 

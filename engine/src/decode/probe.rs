@@ -76,7 +76,8 @@ pub fn find_machine_costs(decoder: &mut Decoder, loading: &Loading<'_>) -> Resul
     activity.update(|activity| {
         (activity.bytes.limit, activity.bytes.weights) = (limit, weights);
     });
-    tracing::info!(limit, set_by, used, ?pass, "memory limit");
+    tracing::info!(limit_bytes = limit, set_by, used_bytes = used, "memory limit");
+    tracing::debug!(?pass, "bytes of passes");
     costs.set_bytes(pass);
     costs.save_measured(threads);
     Ok(())
@@ -103,7 +104,7 @@ fn find_draft_costs(
     let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));
     let (step, drafting) = (costs.plain(1), costs.draft);
     let elapsed = start.elapsed();
-    tracing::info!(?drafters, step, ?passes, ?drafting, ?elapsed, "speculation costs measured");
+    tracing::debug!(?drafters, step, ?passes, ?drafting, ?elapsed, "speculation costs measured");
     Ok(Some(costs))
 }
 
@@ -118,7 +119,7 @@ fn measure_prefill(network: &mut Network, empty: &Cache, rows: [usize; 2]) -> Re
         Ok((rows, start.elapsed().as_secs_f32()))
     };
     let passes = [measure(rows[0])?, measure(rows[1])?];
-    tracing::info!(?passes, "prefill measured");
+    tracing::debug!(?passes, "prefill measured");
     Ok(PassCosts::measured(passes))
 }
 

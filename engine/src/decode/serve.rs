@@ -218,7 +218,7 @@ impl Decoder {
         });
         if let Err(error) = saved {
             let Request { id, span, .. } = sequence.request();
-            span.log(|| tracing::error!(request_id = id, %error, "saving state failed"));
+            span.log(|| tracing::error!(id, %error, "saving state failed"));
             self.recover_from(&error);
         }
     }

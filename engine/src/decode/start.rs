@@ -112,8 +112,8 @@ impl Decoder {
                 sequence.forget_reply();
                 sequence.drop_arrays(self.saved.empty());
             }
-            let (tokens, request_id) = (sequence.timeline().len(), &sequence.request().id);
-            tracing::debug!(request_id, tokens, "request preempted");
+            let (tokens, id) = (sequence.timeline().len(), &sequence.request().id);
+            tracing::debug!(id, tokens, "request preempted");
             self.activity.update(|activity| activity.preemptions += 1);
             sequence.request().live.set_stage(Stage::Preempted);
             self.schedule.push_preempted(sequence);
@@ -134,9 +134,9 @@ impl Decoder {
         // Arrays that are still being computed would not be freed.
         eval(&sequence.timeline().cache().arrays()?)?;
         if let Err(error) = self.saved.save_on_disk(sequence) {
-            let request_id = &sequence.request().id;
+            let id = &sequence.request().id;
             let span = &sequence.request().span;
-            span.log(|| tracing::warn!(request_id, %error, "saving a preempted request failed"));
+            span.log(|| tracing::warn!(id, %error, "saving a preempted request failed"));
         }
         self.speculation.keep_learned_stats(sequence);
         sequence.drop_arrays(self.saved.empty());
@@ -171,8 +171,8 @@ impl Decoder {
         }
         sequence.restore(cache);
         let tokens = sequence.timeline().len();
-        let request_id = &sequence.request().id;
-        tracing::debug!(request_id, tokens, cached, "request resumed");
+        let id = &sequence.request().id;
+        tracing::debug!(id, tokens, cached, "request resumed");
         Ok(())
     }
 }

@@ -169,7 +169,7 @@ impl Threads {
             eval([&greedy_pass(model, part, &mut cache.clone(), &probe_tokens(rows))?.1])?;
             *count = fastest(&candidates, MEASURING, run)?;
         }
-        tracing::info!(cores, rows = ?ROWS, ?counts, elapsed = ?start.elapsed(), "threads of matrix products measured");
+        tracing::debug!(cores, rows = ?ROWS, ?counts, elapsed = ?start.elapsed(), "threads of matrix products measured");
         Ok(counts)
     }
 

@@ -82,7 +82,10 @@ pub fn prepare_kernels(model: &dyn Model) {
         },
     );
     match prepared {
-        Ok(()) => tracing::info!(count, elapsed = ?start.elapsed(), "kernels compiled"),
+        Ok(()) => {
+            let elapsed_ms = start.elapsed().as_millis() as u64;
+            tracing::info!(count, elapsed_ms, "kernels compiled");
+        }
         Err(error) => tracing::warn!(%error, "kernels are compiled at their first use"),
     }
 }
@@ -123,7 +126,7 @@ pub fn warm_up(decoder: &mut Decoder) {
     decoder.speculation.set_trial_time(trial_time);
     decoder.activity.forget_passes();
     match ran {
-        Ok(()) => tracing::info!(elapsed = ?start.elapsed(), "warmed up"),
+        Ok(()) => tracing::debug!(elapsed = ?start.elapsed(), "warmed up"),
         Err(error) => tracing::warn!(%error, "not warmed up: first requests may be slow"),
     }
 }

@@ -174,7 +174,7 @@ impl Grammars {
         let factory = self.factory.get_or_init(|| {
             let start = std::time::Instant::now();
             let factory = factory(&self.text).map(Arc::new);
-            tracing::info!(elapsed = ?start.elapsed(), "vocabulary of grammars built");
+            tracing::debug!(elapsed = ?start.elapsed(), "vocabulary of grammars built");
             factory
         });
         factory.clone().map_err(|problem| refused(field, problem))

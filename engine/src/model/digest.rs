@@ -124,14 +124,14 @@ impl HashedFiles {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
             Err(error) => {
-                tracing::warn!(?path, %error, "digests of weights cannot be read");
+                tracing::warn!(path = %path.display(), %error, "digests of weights cannot be read");
                 return Vec::new();
             }
         };
         match serde_json::from_slice::<Self>(&bytes) {
             Ok(read) if read.check == check(&read.files) => read.files,
             _ => {
-                tracing::warn!(?path, "digests of weights are damaged; hashing the weights again");
+                tracing::warn!(path = %path.display(), "digests of weights are damaged; hashing the weights again");
                 Vec::new()
             }
         }
@@ -173,7 +173,7 @@ fn digest(paths: &[PathBuf], data: &Path, now: SystemTime) -> Result<[u8; 32]> {
         files.push(file);
     }
     if bytes > 0 {
-        tracing::info!(bytes, elapsed = ?started.elapsed(), "weights hashed");
+        tracing::info!(bytes, elapsed_ms = started.elapsed().as_millis() as u64, "weights hashed");
     }
     if !new.is_empty() {
         let is_current = |known: &HashedFile| {

@@ -140,7 +140,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let (own_kernels, own_packed) = weights.own_kernels();
     let huge_pages_mib = weights.use_huge_pages() >> 20;
     let blas = mlx_sys::blas();
-    tracing::info!(
+    tracing::debug!(
         family = family.model_type,
         ?dtype,
         ?storage,

@@ -132,7 +132,7 @@ impl SavedState {
         let saved = room.and_then(|()| self.prefixes.save(cache, tokens, &plan));
         if let Err(error) = saved {
             let (id, span) = (&sequence.request().id, &sequence.request().span);
-            span.log(|| tracing::warn!(request_id = id, %error, "saving state failed"));
+            span.log(|| tracing::warn!(id, %error, "saving state failed"));
         }
     }
 
@@ -187,7 +187,7 @@ impl SavedState {
         let share = || sequence.timeline_mut().share(&mut self.prefixes);
         if let Err(error) = catch_panic("being shared", share) {
             let (id, span) = (&sequence.request().id, &sequence.request().span);
-            span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
+            span.log(|| tracing::warn!(id, %error, "prefix not shared"));
         }
     }
 

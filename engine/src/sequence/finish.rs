@@ -34,13 +34,13 @@ impl Sequence {
             FinishReason::ToolCalls => "tool-calls",
             FinishReason::Policy(_) => "policy",
         });
-        let (usage, events, request_id) =
+        let (usage, events, id) =
             (self.usage(), self.reply.events().clone(), self.request.id.clone());
         let span = self.request.span.clone();
         let entered = span.clone();
         let _entered = entered.0.enter();
         tracing::debug!(
-            request_id,
+            id,
             prompt_tokens = usage.prompt_tokens,
             cached_tokens = usage.cached_tokens,
             reasoning_tokens = usage.reasoning_tokens,
@@ -59,7 +59,7 @@ impl Sequence {
                 let _ = events.send(Event::Finished(Finished { reason, usage, notes, labels }));
             }
             Err(error) => {
-                span.log(|| tracing::error!(request_id, %error, "request panicked"));
+                span.log(|| tracing::error!(id, %error, "request panicked"));
                 let _ = events.send(Event::Failed(error));
             }
         });
@@ -68,7 +68,7 @@ impl Sequence {
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
         let id = &self.request.id;
-        self.request.span.log(|| tracing::debug!(request_id = id, %error, "request failed"));
+        self.request.span.log(|| tracing::debug!(id, %error, "request failed"));
         let (summary, events) = (self.summary("error"), self.take_receivers());
         self.steering.hooks().finish(summary, move |_| fail_all(events, error));
     }
@@ -77,7 +77,7 @@ impl Sequence {
     /// included.
     pub fn abandon(&mut self, error: Error) {
         let id = &self.request.id;
-        self.request.span.log(|| tracing::error!(request_id = id, %error, "request panicked"));
+        self.request.span.log(|| tracing::error!(id, %error, "request panicked"));
         fail_all(self.take_receivers(), error);
     }
 
@@ -90,11 +90,7 @@ impl Sequence {
 
     /// Ends the request after its client has disconnected.
     pub fn cancel(&mut self) {
-        tracing::debug!(
-            request_id = self.request.id,
-            tokens = self.timeline.len(),
-            "request cancelled"
-        );
+        tracing::debug!(id = self.request.id, tokens = self.timeline.len(), "request cancelled");
         let summary = self.summary("cancelled");
         self.steering.hooks().finish(summary, |_| ());
     }

@@ -457,11 +457,11 @@ impl Preparer {
 }
 
 /// Logs why a request was not started.
-pub fn log_refused(request_id: &str, error: &Error) {
+pub fn log_refused(id: &str, error: &Error) {
     if let Error::Panic { .. } = error {
-        tracing::error!(request_id, %error, "request panicked");
+        tracing::error!(id, %error, "request panicked");
     } else {
-        tracing::debug!(request_id, %error, "request refused");
+        tracing::debug!(id, %error, "request refused");
     }
 }
 

@@ -130,7 +130,7 @@ impl RedbStore {
             database::compact_if_large(&mut database, path, live, state.budget_bytes)
         });
         if let Err(fault) = fit {
-            warn!(?path, %fault, "state store could not be reduced to its budget");
+            warn!(path = %path.display(), %fault, "state store could not be reduced to its budget");
             state.reopen = Some(Reopen::Fault(fault));
         }
         debug!(parts = state.index.len(), bytes = state.index.bytes(), ?path,
@@ -419,7 +419,7 @@ impl StoreShared {
         loop {
             if state.has_work() && state.off.is_none() && state.is_gone(&self.path) {
                 if state.closing {
-                    warn!(path = ?self.path, "state store was deleted; nothing is saved at the end");
+                    warn!(path = %self.path.display(), "state store was deleted; nothing is saved at the end");
                     return;
                 }
                 state.reopen = Some(Reopen::Gone);
@@ -481,7 +481,9 @@ impl StoreShared {
         close(database.take());
         match why {
             Reopen::Fault(fault) if fault.is_of_the_file() => aside::set_aside(path, fault),
-            Reopen::Gone => warn!(?path, "state store was deleted or replaced while it was open"),
+            Reopen::Gone => {
+                warn!(path = %path.display(), "state store was deleted or replaced while it was open");
+            }
             Reopen::Fault(_) | Reopen::Retry => {}
         }
         let mut records = Vec::new();
@@ -505,7 +507,7 @@ impl StoreShared {
             Some(error) => state.turn_off(error),
             None => {
                 if state.off.take().is_some() {
-                    info!(?path, "state is saved again");
+                    info!(path = %path.display(), "state is saved again");
                 }
             }
         }

@@ -14,8 +14,13 @@ use super::fault::StoreFault;
 /// Sets aside a file that cannot be used, and logs it.
 pub(super) fn set_aside(path: &Path, fault: &StoreFault) {
     match steersman_database::set_aside(path) {
-        Ok(aside) => warn!(?path, ?aside, %fault, "state store unreadable; set aside"),
-        Err(error) => warn!(?path, %fault, %error, "state store unreadable; moving it failed"),
+        Ok(aside) => {
+            let (path, aside) = (path.display(), aside.display());
+            warn!(%path, %aside, %fault, "state store unreadable; set aside");
+        }
+        Err(error) => {
+            warn!(path = %path.display(), %fault, %error, "state store unreadable; moving it failed");
+        }
     }
 }
 
@@ -31,12 +36,14 @@ pub(super) fn shrink_to(path: &Path, most_bytes: u64) -> StoredSize {
         match fs::remove_file(&aside) {
             Ok(()) => {
                 warn!(
-                    ?aside,
+                    aside = %aside.display(),
                     bytes, most_bytes, "file set aside deleted: exceeds its share of the budget"
                 );
                 left.subtract(bytes);
             }
-            Err(error) => warn!(?aside, %error, "file set aside cannot be deleted"),
+            Err(error) => {
+                warn!(aside = %aside.display(), %error, "file set aside cannot be deleted");
+            }
         }
     }
     left

@@ -60,7 +60,7 @@ pub(super) fn warn_of_other_readers(path: &Path) {
     if mode & 0o077 != 0 {
         let mode = format!("{mode:o}");
         warn!(
-            ?path,
+            path = %path.display(),
             mode, "other users can read the state store, which holds conversations; `chmod 600` it"
         );
     }
