@@ -76,7 +76,8 @@ impl Reloader {
             let path = self.path.display().to_string();
             match self.reload() {
                 Ok(Changes { applied, need_restart }) => {
-                    tracing::info!(path, ?applied, ?need_restart, "configuration reloaded");
+                    let (applied, need_restart) = (applied.join(", "), need_restart.join(", "));
+                    tracing::info!(path, applied, need_restart, "configuration reloaded");
                 }
                 Err(error) => {
                     let error = format!("{error:#}");

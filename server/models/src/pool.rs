@@ -316,6 +316,7 @@ impl<S: Starter> Pool<S> {
                 inner.use_now(index);
                 let entry = &mut inner.entries[index];
                 let (model, elapsed) = (entry.settings.name.as_str(), started.elapsed());
+                let elapsed_ms = elapsed.as_millis() as u64;
                 match loaded {
                     Ok(engine) => {
                         entry.loads += 1;
@@ -325,11 +326,11 @@ impl<S: Starter> Pool<S> {
                         // get the model.
                         entry.keep_alive = entry.settings.keep_alive;
                         let bytes = entry.bytes;
-                        tracing::info!(model, bytes, ?elapsed, "model loaded on demand");
+                        tracing::info!(model, bytes, elapsed_ms, "model loaded on demand");
                         entry.settings.pinned
                     }
                     Err(error) => {
-                        tracing::error!(model, ?elapsed, error = %format!("{error:#}"), "loading failed");
+                        tracing::error!(model, elapsed_ms, error = %format!("{error:#}"), "loading failed");
                         entry.failures += 1;
                         entry.failure = format!("{error:#}");
                         entry.phase = Phase::OnDisk;
@@ -386,10 +387,11 @@ impl<S: Starter> Pool<S> {
             {
                 let inner = &mut *pool.0.inner.lock();
                 let entry = &mut inner.entries[index];
-                let (model, elapsed) = (entry.settings.name.as_str(), started.elapsed());
+                let model = entry.settings.name.as_str();
+                let elapsed_ms = started.elapsed().as_millis() as u64;
                 let panicked = stop.is_err();
                 let bytes = entry.bytes;
-                tracing::info!(model, bytes, ?elapsed, reason, panicked, "model unloaded");
+                tracing::info!(model, bytes, elapsed_ms, reason, panicked, "model unloaded");
                 entry.unloads += 1;
                 entry.phase = Phase::OnDisk;
             }

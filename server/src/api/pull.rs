@@ -208,7 +208,8 @@ impl Download {
         let started = Instant::now();
         let last = match self.download() {
             Ok(folder) => {
-                tracing::info!(repo = self.repo, elapsed = ?started.elapsed(), "model downloaded");
+                let elapsed_ms = started.elapsed().as_millis() as u64;
+                tracing::info!(repo = self.repo, elapsed_ms, "model downloaded");
                 Report::Done(folder)
             }
             Err(error) => {
