@@ -1,10 +1,14 @@
 //! The log on stderr: `RUST_LOG` filters it, `STEERSMAN_LOG=json` writes objects.
 
+mod line;
+
 use std::io::IsTerminal;
 
 use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
+
+use self::line::{Form, SpanFields};
 
 /// The default filter. The lines of rmcp repeat what servers send, as often as they send it: the server logs why a
 /// connection was lost.
@@ -31,15 +35,15 @@ pub fn to_stderr_and(layer: impl Layer<Registry> + Send + Sync) {
 /// Logs with RUST_LOG or, without it, the given filter.
 fn init(filter: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
-    let log = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
-    let all = tracing_subscriber::registry().with(layer);
-    let form = std::env::var("STEERSMAN_LOG").unwrap_or_default();
-    if form == "json" {
-        all.with(log.json().flatten_event(true).with_filter(filter)).init();
-        return;
-    }
-    all.with(log.with_ansi(std::io::stderr().is_terminal()).with_filter(filter)).init();
-    if !["", "text"].contains(&form.as_str()) {
-        tracing::warn!(form, "STEERSMAN_LOG must be text or json; the log is text");
+    let wanted = std::env::var("STEERSMAN_LOG").unwrap_or_default();
+    let form = if wanted == "json" { Form::Json } else { Form::Text };
+    let log = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(form == Form::Text && std::io::stderr().is_terminal())
+        .event_format(form)
+        .fmt_fields(SpanFields);
+    tracing_subscriber::registry().with(layer).with(log.with_filter(filter)).init();
+    if !["", "text", "json"].contains(&wanted.as_str()) {
+        tracing::warn!(form = wanted, "STEERSMAN_LOG must be text or json; the log is text");
     }
 }
