@@ -10,11 +10,16 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 SECRET = "sesame-47"
+#: The trace and the span of the client, which the request's span is below.
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+#: What describes the program and not the request.
+NOISE = {"thread.id", "thread.name", "busy_ns", "idle_ns", "target", "level", "code.file.path", "code.module.name"}
 received = []
 
 
@@ -34,9 +39,28 @@ class Collector(BaseHTTPRequestHandler):
 def chat(url):
     messages = [{"role": "user", "content": f"What is the capital of Italy? {SECRET}"}]
     body = json.dumps({"messages": messages, "max_tokens": 40, "temperature": 0}).encode()
-    headers = {"content-type": "application/json", "x-request-id": "trace-7"}
+    headers = {"content-type": "application/json", "x-request-id": "trace-7", "traceparent": f"00-{TRACE}-{PARENT}-01"}
+    # Refused, without a trace of the client: a span of a trace of its own.
+    refused = urllib.request.Request(f"{url}/v1/chat/completions", b"{", {"content-type": "application/json"})
+    try:
+        urllib.request.urlopen(refused)
+        raise AssertionError("`{` is no body")
+    except urllib.error.HTTPError as error:
+        assert error.code == 400, error
     with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as reply:
         return json.load(reply)
+
+
+def attributes_of(span):
+    """Its attributes as values of Python."""
+    return {it["key"]: value_of(it["value"]) for it in span["attributes"]}
+
+
+def value_of(value):
+    [(kind, value)] = value.items()
+    if kind == "arrayValue":
+        return [value_of(item) for item in value["values"]]
+    return int(value) if kind == "intValue" else value
 
 
 def serve(binary, folder, environment):
@@ -74,10 +98,37 @@ def main():
                 attributes |= {it["key"]: it["value"] for it in resource["resource"]["attributes"]}
                 spans += [span for scope in resource["scopeSpans"] for span in scope["spans"]]
         assert attributes["service.name"] == {"stringValue": "steersman"}, attributes
-        [request] = [span for span in spans if span["name"] == "request"]
-        values = {it["key"]: it["value"].get("stringValue") for it in request["attributes"]}
+        assert attributes["service.version"]["stringValue"].count(".") == 2, attributes
+        requests = [span for span in spans if span["name"] == "POST /v1/chat/completions"]
+        # 2 is SERVER.
+        assert len(requests) == 2 and all(span["kind"] == 2 for span in requests), requests
+        [request] = [span for span in requests if span["traceId"] == TRACE]
+        [refused] = [span for span in requests if span["traceId"] != TRACE]
+        assert request["parentSpanId"] == PARENT and not refused.get("parentSpanId"), requests
+        values = attributes_of(request)
         assert values["request_id"] == "trace-7" and values["id"] == reply["id"], values
         assert values["profile"] == "default", values
+        usage = reply["usage"]
+        expected = {
+            "http.request.method": "POST",
+            "http.route": "/v1/chat/completions",
+            "http.response.status_code": 200,
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "steersman",
+            "gen_ai.request.model": reply["model"],
+            "gen_ai.response.model": reply["model"],
+            "gen_ai.response.id": reply["id"],
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+            "gen_ai.response.finish_reasons": [reply["choices"][0]["finish_reason"]],
+        }
+        assert expected.items() <= values.items(), (expected, values)
+        failed = attributes_of(refused)
+        assert failed["http.response.status_code"] == 400 and failed["error.type"], failed
+        # A client's mistake is no error of the server.
+        assert refused.get("status", {}).get("code", 0) != 2, refused
+        for span in spans:
+            assert not NOISE & attributes_of(span).keys(), span
         children = [span for span in spans if span.get("parentSpanId") == request["spanId"]]
         names = [span["name"] for span in children]
         assert sorted(set(names)) == ["decode", "hook", "prefill"], names
@@ -92,7 +143,8 @@ def main():
         # The lines of the engine have the id of the HTTP request.
         lines = [line for line in log.splitlines() if reply["id"] in line]
         assert any("steersman_engine" in line for line in lines), log
-        assert all('request_id="trace-7"' in line for line in lines) and SECRET not in log, lines
+        assert all("request_id=trace-7" in line for line in lines) and SECRET not in log, lines
+        assert all("otel." not in line for line in lines), lines
         print(f"{len(spans)} spans: {', '.join(sorted(names))}")
 
         # A collector that does not answer costs a warning, and no request.

@@ -7,6 +7,8 @@ mod calls;
 
 use std::fs;
 use std::process::Command;
+use std::sync::OnceLock;
+use std::time::UNIX_EPOCH;
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -36,6 +38,63 @@ impl Load {
             thermal_pressure: calls::thermal_pressure().and_then(thermal_name),
         }
     }
+}
+
+/// This process, for `/metrics`.
+#[derive(Debug, Clone, Default)]
+pub struct Process {
+    /// Seconds since 1970.
+    pub started: f64,
+    /// Processor time in seconds.
+    pub processor: Option<f64>,
+    /// As [`Load::process_bytes`].
+    pub resident_bytes: Option<u64>,
+    /// Virtual memory.
+    pub virtual_bytes: Option<u64>,
+    /// Open files, connections included.
+    pub open_files: Option<u64>,
+    /// The limit on them.
+    pub most_files: Option<u64>,
+}
+
+impl Process {
+    /// The values now.
+    pub fn now() -> Self {
+        let usage = ProcessUsage::of(std::process::id());
+        let has_usage = usage.bytes > 0;
+        Self {
+            started: start_time(),
+            processor: has_usage.then(|| usage.processor.as_secs_f64()),
+            resident_bytes: has_usage.then_some(usage.bytes),
+            virtual_bytes: virtual_bytes(),
+            // On Linux a link to `/proc/self/fd`. The folder that is read here is one of the files.
+            open_files: fs::read_dir("/dev/fd").ok().map(|files| files.count() as u64),
+            most_files: most_files(),
+        }
+    }
+}
+
+/// When the process started, in seconds since 1970: the time of the first call, which `main` makes.
+pub fn start_time() -> f64 {
+    static STARTED: OnceLock<f64> = OnceLock::new();
+    *STARTED.get_or_init(|| UNIX_EPOCH.elapsed().map_or(0.0, |time| time.as_secs_f64()))
+}
+
+/// Virtual memory, on Linux: on macOS it has no meaning, since it contains what all programs share.
+fn virtual_bytes() -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
+}
+
+#[cfg(unix)]
+fn most_files() -> Option<u64> {
+    rlimit::getrlimit(rlimit::Resource::NOFILE).ok().map(|(soft, _)| soft)
+}
+
+#[cfg(not(unix))]
+fn most_files() -> Option<u64> {
+    None
 }
 
 /// The name of a level of `OSThermalNotification.h`.
@@ -110,6 +169,19 @@ mod tests {
         let (total, available) = memory();
         assert!(available > 0 && available <= total, "{total} {available}");
         assert!(!os().is_empty());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn this_process_is_known() {
+        let now = UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+        let process = Process::now();
+        assert!(process.started > 1.6e9 && process.started <= now + 60.0, "{process:?}");
+        assert_eq!(process.started, Process::now().started);
+        assert!(process.processor.unwrap() >= 0.0, "{process:?}");
+        assert!(process.virtual_bytes >= process.resident_bytes, "{process:?}");
+        assert!(process.open_files.unwrap() > 2, "{process:?}");
+        assert!(process.most_files >= process.open_files, "{process:?}");
     }
 
     /// Recorded on a Mac with 16 GB.

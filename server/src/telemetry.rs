@@ -2,7 +2,7 @@
 //!
 //! The variables are those of OpenTelemetry, so that a collector is set up as for any other program. Spans are sent in
 //! batches by a thread of their own, as JSON over HTTP; a collector that does not answer costs a warning, and no
-//! request. Spans have ids, counts and names, never text of a prompt or a reply.
+//! request. `api/span.rs` has what the span of a request says.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -11,10 +11,12 @@ use anyhow::{Context, Result};
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::{Request, Response};
+use opentelemetry::KeyValue;
 use opentelemetry::trace::TracerProvider;
 use opentelemetry_http::{HttpClient, HttpError};
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::resource::{EnvResourceDetector, TelemetryResourceDetector};
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::{Layer, Registry};
@@ -49,7 +51,17 @@ impl Traces {
             .with_http_client(Client(agent))
             .build()
             .context("OTEL_EXPORTER_OTLP_ENDPOINT: traces cannot be sent")?;
-        let resource = Resource::builder().with_service_name("steersman").build();
+        // `OTEL_RESOURCE_ATTRIBUTES` takes precedence over the defaults, and `OTEL_SERVICE_NAME` over both.
+        let mut resource = Resource::builder_empty()
+            .with_service_name("steersman")
+            .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
+            .with_detector(Box::new(TelemetryResourceDetector))
+            .with_detector(Box::new(EnvResourceDetector::new()));
+        if let Some(name) = std::env::var("OTEL_SERVICE_NAME").ok().filter(|name| !name.is_empty())
+        {
+            resource = resource.with_service_name(name);
+        }
+        let resource = resource.build();
         let provider = SdkTracerProvider::builder()
             .with_batch_exporter(exporter)
             .with_resource(resource)
@@ -60,7 +72,14 @@ impl Traces {
     /// The layer that gets the spans of this program's crates.
     pub fn layer(&self) -> impl Layer<Registry> + Send + Sync + use<> {
         let tracer = self.0.tracer("steersman");
-        let layer = tracing_opentelemetry::layer().with_tracer(tracer).with_location(false);
+        // Spans have the attributes of conventions, none of how this program is built.
+        let layer = tracing_opentelemetry::layer()
+            .with_tracer(tracer)
+            .with_location(false)
+            .with_threads(false)
+            .with_target(false)
+            .with_level(false)
+            .with_tracked_inactivity(false);
         // Log lines are no events of spans: a collector of traces is not a second log.
         layer.with_filter(filter_fn(|of| of.is_span() && of.target().starts_with("steersman")))
     }

@@ -358,8 +358,8 @@ pub fn read(mut events: UnboundedReceiver<Event>) -> Reply {
 }
 
 /// Parses and validates an OpenMetrics text; returns its samples by name and labels. Each line is a
-/// family's help, its type, or a sample of the last family; counters end in `_total`, and no family
-/// occurs twice.
+/// family's help, its type, its unit, or a sample of the last family; counters end in `_total`, names with a unit in
+/// it, and no family occurs twice. The buckets of a histogram grow up to its count.
 ///
 /// # Panics
 /// If the text is invalid.
@@ -367,20 +367,36 @@ pub fn samples(text: &str) -> BTreeMap<String, f64> {
     let body = text.strip_suffix("# EOF\n").expect("an EOF marker");
     let (mut samples, mut families) = (BTreeMap::new(), BTreeSet::new());
     let (mut helped, mut family, mut kind) = ("", "", "");
+    // Of the last bucket: its count.
+    let mut in_bucket = 0.0;
     for line in body.lines() {
         if let Some(help) = line.strip_prefix("# HELP ") {
             (helped, _) = help.split_once(' ').expect("a name and a text");
         } else if let Some(typed) = line.strip_prefix("# TYPE ") {
             (family, kind) = typed.split_once(' ').expect("a name and a type");
             assert!(helped == family && families.insert(family), "{line}");
-            assert!(["counter", "gauge"].contains(&kind), "{line}");
+            assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
+        } else if let Some(unit) = line.strip_prefix("# UNIT ") {
+            let (name, unit) = unit.split_once(' ').expect("a name and a unit");
+            assert!(name == family && name.ends_with(&format!("_{unit}")), "{line}");
         } else {
             let (sample, value) = line.rsplit_once(' ').expect(line);
             let name = sample.split('{').next().unwrap_or_default();
-            let suffix = if kind == "counter" { "_total" } else { "" };
-            assert_eq!(name.strip_prefix(family), Some(suffix), "{line}");
-            assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{line}");
+            let suffix = name.strip_prefix(family).expect(line);
             let value: f64 = value.parse().expect(line);
+            match kind {
+                "counter" => assert_eq!(suffix, "_total", "{line}"),
+                "gauge" => assert_eq!(suffix, "", "{line}"),
+                _ => match suffix {
+                    "_sum" => {}
+                    "_count" => in_bucket = 0.0,
+                    _ => {
+                        assert!(suffix == "_bucket" && value >= in_bucket, "{line}");
+                        in_bucket = if sample.contains("le=\"+Inf\"") { 0.0 } else { value };
+                    }
+                },
+            }
+            assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{line}");
             assert!(value.is_finite() && value >= 0.0, "{line}");
             assert!(samples.insert(sample.to_string(), value).is_none(), "{line} occurs twice");
         }

@@ -246,6 +246,8 @@ impl Protocol for Completions {
 
     const ID: &'static str = "cmpl-";
 
+    const OPERATION: &'static str = "text_completion";
+
     fn schema(schemas: &mut Schemas) -> Value {
         schema(schemas)
     }

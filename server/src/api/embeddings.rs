@@ -131,6 +131,8 @@ impl Protocol for Embeddings {
 
     const ID: &'static str = "embd-";
 
+    const OPERATION: &'static str = "embeddings";
+
     fn schema(schemas: &mut Schemas) -> Value {
         let parts = [schemas.of::<Body>()];
         schemas.body(fields::EMBEDDINGS, &parts)

@@ -4,6 +4,7 @@
 //! A body may ask for several replies. A [`Batch`] is what it asks for, and a [`Job`] one request of it with what belongs
 //! to that request; replies are numbered job by job.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -28,6 +29,7 @@ use super::request_id::{REQUEST_ID, random_hex};
 use super::respond::{Events, Source, stream, whole};
 use super::rounds;
 use super::route::Routes;
+use super::span::Arrival;
 use crate::mcp::Toolbox;
 use crate::shutdown::Shutdown;
 
@@ -57,8 +59,14 @@ pub async fn handle<P: Protocol>(
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = format!("{}{}", P::ID, random_hex());
     let tracked = app.register.enter(&id, uri.path());
-    let (metrics, request_id) = (app.metrics.clone(), request_id.unwrap_or_default());
-    let mut log = RequestLog::new(id, request_id, metrics, tracked);
+    let arrival = Arrival {
+        id: &id,
+        request_id: request_id.unwrap_or_default(),
+        route: &documented_route(uri.path()),
+        operation: P::OPERATION,
+        headers: &headers,
+    };
+    let mut log = RequestLog::new(arrival, app.metrics.clone(), tracked);
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
     let began = begin::<P>(&app, &caller, &headers, body, received, shutdown, &mut log).await;
     let Began { protocol, head, events, is_stream } = began.map_err(|error| log.failed(error))?;
@@ -66,6 +74,12 @@ pub async fn handle<P: Protocol>(
         true => stream(protocol, head, events, log).await,
         false => whole(protocol, head, events, log).await,
     }
+}
+
+/// The route of a path as it is documented: clients may leave out `/v1`.
+fn documented_route(path: &str) -> Cow<'_, str> {
+    let is_documented = ["/v1/", "/api/"].iter().any(|prefix| path.starts_with(prefix));
+    if is_documented { path.into() } else { format!("/v1{path}").into() }
 }
 
 /// The replies to a body, which the engine has begun.
@@ -303,8 +317,9 @@ async fn read<P: Protocol>(
         P::parse(body).map(|parsed| (parsed, named))
     };
     let (Parsed { model, stream, call }, named) = app.bodies.parse(body.bytes, parse).await?;
-    let destination = app.destination(caller, headers, model)?;
-    log.admitted(&destination.profile, stream);
+    let destination = app.destination(caller, headers, model.clone())?;
+    let served = app.models.name(destination.index());
+    log.admitted(served, &destination.profile, model.as_deref(), stream);
     log.permit = app.access.acquire(&destination.profile)?;
     Ok((stream, call?, destination, named))
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
 use schemars::JsonSchema;
@@ -17,7 +17,7 @@ use steersman_models::pool::Report;
 use super::app::App;
 use super::blocking::blocking;
 use super::error::ApiError;
-use super::metrics::{self, OPEN_METRICS};
+use super::metrics::{self, OPEN_METRICS, PLAIN};
 use super::models::STATES;
 use crate::connections::Connection;
 use crate::system::Load;
@@ -156,12 +156,17 @@ fn rounded(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
-/// `GET /metrics`
+/// `GET /metrics`: OpenMetrics, or the text format before it for clients that accept only that.
 pub async fn scrape(
     State(app): State<Arc<App>>,
+    headers: HeaderMap,
     connection: Option<Extension<Arc<Connection>>>,
 ) -> impl IntoResponse {
     let connections = connection.as_ref().map(|connection| connection.all());
     let text = metrics::text(&app.metrics, &app.models, app.responses.as_deref(), connections);
-    ([(header::CONTENT_TYPE, OPEN_METRICS)], text)
+    let accepted = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+    let is_plain = accepted
+        .is_some_and(|types| types.contains("text/plain") && !types.contains("openmetrics"));
+    let (kind, text) = if is_plain { (PLAIN, metrics::plain(&text)) } else { (OPEN_METRICS, text) };
+    ([(header::CONTENT_TYPE, kind), (header::VARY, "accept")], text)
 }

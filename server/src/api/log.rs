@@ -1,16 +1,22 @@
 //! Logs and counts each request for replies once, when it ends. Never logs the text of messages.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use prometheus_client::metrics::histogram::Histogram;
 use steersman_engine::request::{Event, FinishReason, RequestSpan, Usage};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::{Span, error_span, field, info};
+use tracing::info;
 
 use super::error::ApiError;
-use super::metrics::Metrics;
+use super::metrics::{Metrics, ReplyMetrics};
 use super::register::Tracked;
+use super::reply::{Head, Reply};
+use super::span::{Arrival, TracedRequest};
 use crate::models::Lease;
+
+/// Most bytes of notes in the line of a request.
+const NOTES_BYTES: usize = 512;
 
 /// A running request. Dropping it before it ends logs and counts it as cancelled by the client.
 pub struct RequestLog {
@@ -18,10 +24,19 @@ pub struct RequestLog {
     pub id: String,
     /// Id of the HTTP request.
     request_id: String,
-    span: Span,
+    /// The route as documented, with `/v1`.
+    route: String,
+    traced: TracedRequest,
     metrics: Arc<Metrics>,
+    /// Those of its model and profile, once they are known.
+    of_replies: Option<ReplyMetrics>,
     started: Instant,
-    first_event_ms: Option<u64>,
+    /// Time from its arrival to the start of its prompt.
+    queued: Option<Duration>,
+    /// Time from its arrival to the first piece of a reply.
+    first_piece: Option<Duration>,
+    /// When the last piece of each reply came, if the next one follows it directly.
+    last_pieces: Vec<Option<Instant>>,
     ended: bool,
     /// What operators see of it.
     pub tracked: Tracked,
@@ -34,63 +49,138 @@ pub struct RequestLog {
 }
 
 impl RequestLog {
-    /// Starts the clock. `request_id` is that of the HTTP request.
-    pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>, tracked: Tracked) -> Self {
-        let (profile, stream) = (field::Empty, field::Empty);
-        // Enabled wherever a line of the log is, which gets the ids.
-        let span = error_span!("request", id, request_id, profile, stream);
-        let started = Instant::now();
-        let (first_event_ms, ended, permit, share, lease) = (None, false, None, None, None);
-        let request_id = request_id.into();
+    /// Starts the clock.
+    pub fn new(arrival: Arrival<'_>, metrics: Arc<Metrics>, tracked: Tracked) -> Self {
         Self {
-            id,
-            request_id,
-            span,
+            id: arrival.id.into(),
+            request_id: arrival.request_id.into(),
+            route: arrival.route.into(),
+            traced: TracedRequest::begin(arrival),
             metrics,
-            started,
-            first_event_ms,
-            ended,
+            of_replies: None,
+            started: Instant::now(),
+            queued: None,
+            first_piece: None,
+            last_pieces: Vec::new(),
+            ended: false,
             tracked,
-            permit,
-            share,
-            lease,
+            permit: None,
+            share: None,
+            lease: None,
         }
     }
 
-    pub fn admitted(&mut self, profile: &str, stream: bool) {
-        self.span.record("profile", profile);
-        self.span.record("stream", stream);
+    /// The request goes to this model, by its name in the configuration, and profile. `requested` is the model in
+    /// the client's words, if it named one.
+    pub fn admitted(&mut self, model: &str, profile: &str, requested: Option<&str>, stream: bool) {
+        self.traced.admitted(model, profile, requested, stream);
         self.tracked.admitted(profile, stream);
+        self.of_replies = Some(self.metrics.of_replies(model, profile, &self.route));
     }
 
     /// The span of the request, for the engine.
     pub fn span(&self) -> RequestSpan {
-        RequestSpan(self.span.clone())
+        self.traced.for_engine()
     }
 
-    /// Records the time of the first event after `Started`, notes aside.
-    pub fn event(&mut self, event: &Event) {
-        if matches!(event, Event::Started { .. } | Event::Routed { .. } | Event::Note { .. }) {
-            return;
+    /// Takes the time of an event of reply `index`.
+    pub fn event(&mut self, index: usize, event: &Event) {
+        match event {
+            Event::Started { .. } => self.prompt_starts(),
+            Event::Routed { model, profile } => {
+                self.traced.goes_to(model, profile);
+                self.of_replies = Some(self.metrics.of_replies(model, profile, &self.route));
+            }
+            Event::Reasoning(_) | Event::Answer(_) | Event::CallDelta(_) => self.piece(index, true),
+            // It was written piece by piece before.
+            Event::ToolCall(_) => self.piece(index, false),
+            Event::Embedding(_) => self.prompt_ends(),
+            Event::Rewound { .. }
+            | Event::PromptToken(_)
+            | Event::Logprob(_)
+            | Event::Note { .. }
+            | Event::Finished(_)
+            | Event::Failed(_) => {}
         }
-        let elapsed = self.elapsed_ms();
-        self.first_event_ms.get_or_insert(elapsed);
     }
 
-    /// The request succeeded; `reason` is why its first reply ended.
-    pub fn finished(&mut self, reason: Option<&FinishReason>, usage: Usage) {
+    fn prompt_starts(&mut self) {
+        // Further choices and rounds start later.
+        if self.queued.is_none() {
+            let elapsed = self.started.elapsed();
+            self.queued = Some(elapsed);
+            self.observe(|metrics| &metrics.queue, elapsed);
+        }
+    }
+
+    fn prompt_ends(&self) {
+        if let Some(queued) = self.queued {
+            self.observe(|metrics| &metrics.prefill, self.started.elapsed() - queued);
+        }
+    }
+
+    /// A piece of a reply is sent. `follows` is false if what comes before or after it took time of its own.
+    fn piece(&mut self, index: usize, follows: bool) {
+        if self.first_piece.is_none() {
+            let elapsed = self.started.elapsed();
+            self.first_piece = Some(elapsed);
+            self.observe(|metrics| &metrics.first_token, elapsed);
+            self.prompt_ends();
+        }
+        if self.last_pieces.len() <= index {
+            self.last_pieces.resize(index + 1, None);
+        }
+        let now = Instant::now();
+        let last = self.last_pieces[index].replace(now);
+        if let Some(last) = last
+            && follows
+        {
+            self.observe(|metrics| &metrics.gap, now - last);
+        }
+        if !follows {
+            self.last_pieces[index] = None;
+        }
+    }
+
+    fn observe(&self, histogram: impl FnOnce(&ReplyMetrics) -> &Histogram, time: Duration) {
+        if let Some(metrics) = &self.of_replies {
+            histogram(metrics).observe(time.as_secs_f64());
+        }
+    }
+
+    /// The request succeeded, with these replies.
+    pub fn finished(&mut self, head: &Head, replies: &[Reply], usage: Usage) {
         self.ended = true;
+        let total = self.started.elapsed();
         self.metrics.finished(&usage);
+        self.count("2xx", total);
+        if let Some(metrics) = &self.of_replies {
+            metrics.count(&usage);
+        }
+        let reason = replies.first().map(|reply| &reply.finished.reason);
         self.tracked.finished(self.elapsed_ms(), reason, usage);
-        self.span.in_scope(|| {
+        let reasons: Vec<_> =
+            replies.iter().map(|reply| finish_name(&reply.finished.reason)).collect();
+        self.traced.finished(&reasons, usage);
+        let prompt_time = self.queued.zip(self.first_piece).map(|(queued, first)| first - queued);
+        let reply_time = self.first_piece.map(|first| total - first);
+        let computed = usage.prompt_tokens.saturating_sub(usage.cached_tokens);
+        // The first token of a reply belongs to its prompt.
+        let decoded = usage.reply_tokens().saturating_sub(replies.len() as u32);
+        self.traced.log(|| {
             info!(
-                reason = ?reason,
+                status = 200,
+                finish = reason.map(finish_name),
                 prompt_tokens = usage.prompt_tokens,
                 cached_tokens = usage.cached_tokens,
+                completion_tokens = usage.reply_tokens(),
                 reasoning_tokens = usage.reasoning_tokens,
-                answer_tokens = usage.answer_tokens,
-                first_event_ms = self.first_event_ms,
-                total_ms = self.elapsed_ms(),
+                queue_ms = self.queued.map(milliseconds),
+                first_token_ms = self.first_piece.map(milliseconds),
+                total_ms = milliseconds(total),
+                prompt_tokens_per_s = rate(computed, prompt_time),
+                tokens_per_s = rate(decoded, reply_time),
+                notes = notes(head, replies),
                 "request finished"
             );
         });
@@ -101,9 +191,10 @@ impl RequestLog {
         self.ended = true;
         let error: ApiError = error.into();
         self.tracked.failed(self.elapsed_ms(), error.status.as_u16(), error.code);
-        self.span.in_scope(|| {
+        self.traced.failed(error.status.as_u16(), error.code);
+        self.count(self.metrics.failed(error.status), self.started.elapsed());
+        self.traced.log(|| {
             let error = ApiError { request_id: self.request_id.clone(), ..error };
-            self.metrics.failed(error.status);
             info!(
                 status = error.status.as_u16(),
                 code = error.code,
@@ -115,6 +206,15 @@ impl RequestLog {
         })
     }
 
+    /// Counts the end of the request with this class of status.
+    fn count(&self, class: &'static str, total: Duration) {
+        match &self.of_replies {
+            Some(metrics) => metrics.ended(class, total),
+            // It failed before its model and profile were known.
+            None => self.metrics.ended_early(&self.route, class, total),
+        }
+    }
+
     /// Nanoseconds since the request arrived.
     pub fn elapsed_ns(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
@@ -122,7 +222,7 @@ impl RequestLog {
 
     /// Milliseconds since the request arrived.
     pub fn elapsed_ms(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
+        milliseconds(self.started.elapsed())
     }
 }
 
@@ -132,13 +232,58 @@ impl Drop for RequestLog {
             return;
         }
         self.metrics.cancelled();
+        self.count("cancelled", self.started.elapsed());
+        self.traced.cancelled();
+        let progress = self.tracked.progress();
         self.tracked.cancelled(self.elapsed_ms());
-        self.span.in_scope(|| {
+        self.traced.log(|| {
             info!(
-                first_event_ms = self.first_event_ms,
+                phase = progress.phase,
+                prompt_tokens = progress.prompt_tokens,
+                prefilled_tokens = progress.prefilled_tokens,
+                completion_tokens = progress.reply_tokens,
+                first_token_ms = self.first_piece.map(milliseconds),
                 total_ms = self.elapsed_ms(),
                 "request cancelled by the client"
             );
         });
     }
+}
+
+/// Name of a reason in the log and in traces.
+fn finish_name(reason: &FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop | FinishReason::StopString(_) => "stop",
+        FinishReason::Length => "length",
+        FinishReason::ToolCalls => "tool_calls",
+        FinishReason::Policy(_) => "policy",
+    }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    time.as_millis() as u64
+}
+
+/// Tokens in a second, with one decimal.
+fn rate(tokens: u32, time: Option<Duration>) -> Option<f64> {
+    let seconds = time?.as_secs_f64();
+    (tokens > 0 && seconds > 0.0).then(|| (f64::from(tokens) / seconds * 10.0).round() / 10.0)
+}
+
+/// The notes of the replies as one text, cut at [`NOTES_BYTES`].
+fn notes(head: &Head, replies: &[Reply]) -> Option<String> {
+    let all = head.notes.iter().chain(replies.iter().flat_map(|reply| &reply.finished.notes));
+    let mut text = String::new();
+    for note in all {
+        if !text.is_empty() {
+            text.push_str("; ");
+        }
+        text.push_str(note);
+        if text.len() > NOTES_BYTES {
+            text.truncate(text.floor_char_boundary(NOTES_BYTES));
+            text.push_str(" ...");
+            break;
+        }
+    }
+    (!text.is_empty()).then_some(text)
 }

@@ -48,6 +48,7 @@ mod rounds;
 mod route;
 mod sampling;
 mod schema;
+mod span;
 mod structure;
 mod tokens;
 mod trace;

@@ -204,7 +204,11 @@ pub const OPERATIONS: &[Operation] = &[
         "Decisions of policies in one request",
         &[(JSON, reply::<trace::TraceBody>)],
     ),
-    get("/metrics", "Metrics for Prometheus", &[("application/openmetrics-text", text)]),
+    get(
+        "/metrics",
+        "Metrics for Prometheus",
+        &[("application/openmetrics-text", text), (TEXT, text)],
+    ),
     get("/health", "What the server does", &[(JSON, reply::<health::Health>)]).with_key(Key::None),
     get("/openapi.json", "This description", &[(JSON, any)]).with_key(Key::None),
     get("/docs", "A page that shows this description", &[("text/html", text)]).with_key(Key::None),

@@ -317,15 +317,19 @@ impl From<Use> for UseBody {
     }
 }
 
+/// Name of a breaker's state.
+pub fn breaker_state(health: &Health) -> &'static str {
+    match (health.paused, health.probation) {
+        (Some(_), _) => "open",
+        (None, Some(_)) => "probation",
+        (None, None) => "closed",
+    }
+}
+
 impl From<Health> for BreakerBody {
     fn from(health: Health) -> Self {
-        let state = match (health.paused, health.probation) {
-            (Some(_), _) => "open",
-            (None, Some(_)) => "probation",
-            (None, None) => "closed",
-        };
         Self {
-            state,
+            state: breaker_state(&health),
             failures_in_a_row: health.failures,
             rests_s: health.paused.map(|pause| pause.as_secs() + 1),
             probation_left: health.probation,

@@ -37,6 +37,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// What ids of replies begin with.
     const ID: &'static str;
 
+    /// Name of the operation in OpenTelemetry's conventions for generative AI.
+    const OPERATION: &'static str = "chat";
+
     /// Whether the end of a stream has the probabilities of its tokens again.
     const REPEATS_LOGPROBS: bool = false;
 

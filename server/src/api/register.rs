@@ -240,14 +240,14 @@ pub struct ListedRequest {
     choices: usize,
     /// Seconds since 1970.
     arrived: u64,
-    phase: &'static str,
+    pub phase: &'static str,
     elapsed_ms: u64,
     /// Milliseconds until the first piece of the reply.
     first_piece_ms: Option<u64>,
-    prompt_tokens: u32,
+    pub prompt_tokens: u32,
     cached_tokens: u32,
-    prefilled_tokens: u32,
-    reply_tokens: u32,
+    pub prefilled_tokens: u32,
+    pub reply_tokens: u32,
     /// Limit on all tokens of the reply.
     max_tokens: u32,
     /// Limit on answer and tool calls, if they are limited apart from the reasoning.
@@ -452,6 +452,11 @@ impl Tracked {
 
     fn send(&mut self, frame: Frame) {
         self.watchers.retain(|watcher| watcher.send(frame.clone()));
+    }
+
+    /// How far the request is.
+    pub fn progress(&self) -> ListedRequest {
+        self.entry.describe(false)
     }
 
     /// The request succeeded.

@@ -116,6 +116,8 @@ impl Protocol for Rerank {
 
     const ID: &'static str = "rerank-";
 
+    const OPERATION: &'static str = "rerank";
+
     fn schema(schemas: &mut Schemas) -> Value {
         let parts = [schemas.of::<Body>()];
         schemas.body(fields::RERANK, &parts)

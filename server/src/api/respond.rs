@@ -214,7 +214,7 @@ impl<P: Protocol> Run<P> {
                     return Ok(Some((index, Progress::Ran(ran))));
                 }
             };
-            self.log.event(&event);
+            self.log.event(index, &event);
             if let Err(error) = self.count_probabilities(&event) {
                 return Err(self.log.failed(error));
             }
@@ -296,8 +296,7 @@ impl<P: Protocol> Run<P> {
                 Reply { parts, prompt, embedding, logprobs, logprobs_of, finished }
             };
         let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
-        let reason = replies.first().map(|reply| &reply.finished.reason);
-        self.log.finished(reason, usage(&self.head, &replies));
+        self.log.finished(&self.head, &replies, usage(&self.head, &replies));
         replies
     }
 }

@@ -18,6 +18,7 @@ mod fuzz;
 mod keys;
 mod limits;
 mod mcp;
+mod metrics;
 mod models;
 mod ollama;
 mod on_demand;

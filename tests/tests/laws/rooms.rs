@@ -83,11 +83,12 @@ const HOUSES: [House; 3] = [
             ("native", "contract"),
             (
                 "registry",
-                "breaker bundle chain config contract database error file golden guard sandbox schema shipped trace trust",
+                "breaker bundle chain config contract database error file golden guard sandbox schema shipped tally trace trust",
             ),
             ("sandbox", "check config contract database error file kv shipped"),
             ("schema", ""),
             ("shipped", ""),
+            ("tally", "contract error"),
             ("trace", "config contract error"),
             ("trust", "error"),
         ],

@@ -87,6 +87,8 @@ impl<const MANY: bool> Protocol for Embed<MANY> {
     type Whole = EmbedReply;
 
     const ID: &'static str = "ollama-";
+
+    const OPERATION: &'static str = "embeddings";
     // As for the other routes of Ollama.
     const CONTENT_TYPE: Option<&'static str> = None;
 

@@ -37,6 +37,8 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     type Whole = Line<Content>;
 
     const ID: &'static str = "ollama-";
+
+    const OPERATION: &'static str = if CHAT { "chat" } else { "text_completion" };
     // Clients send none, or that of a form. Web pages of other sites are refused by their origin.
     const CONTENT_TYPE: Option<&'static str> = None;
     const FRAMING: Framing = Framing::Lines;
