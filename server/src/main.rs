@@ -5,10 +5,11 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use futures_util::future::select_all;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
@@ -22,6 +23,7 @@ use steersman::models::{self, Loaded, Models, find};
 use steersman::program::Program;
 use steersman::reload::Reloader;
 use steersman::signals::Signals;
+use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
@@ -100,6 +102,8 @@ enum Command {
     Pull(Managed<Pull>),
     /// Remove a downloaded model.
     Rm(Managed<Remove>),
+    /// Print a script that completes the commands and options of this program in a shell.
+    Completions(Completions),
 }
 
 #[derive(Subcommand)]
@@ -210,6 +214,12 @@ struct Doctor {
     /// to the project: no paths, no keys, no texts
     #[arg(long, value_name = "FILE", conflicts_with = "json")]
     report: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct Completions {
+    /// The shell that reads the script
+    shell: Shell,
 }
 
 #[derive(Args)]
@@ -368,6 +378,7 @@ fn main() -> ExitCode {
         return status;
     }
     heap::use_one_heap();
+    start_time();
     let cli = Cli::parse();
     match cli.command {
         Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
@@ -403,6 +414,7 @@ fn main() -> ExitCode {
         Command::Show(options) => managed(options, Task::Show),
         Command::Pull(options) => managed(options, Task::Pull),
         Command::Rm(options) => managed(options, Task::Rm),
+        Command::Completions(options) => completions(options.shell, &mut std::io::stdout()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -436,6 +448,7 @@ fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 fn serve(options: Serve) -> Result<()> {
+    let began = Instant::now();
     let Serve { common, model, host, port } = options;
     let (path, device) = (common.place.config.clone(), common.device);
     let (mut file, data_dir) = common.read(model.clone())?;
@@ -484,8 +497,8 @@ fn serve(options: Serve) -> Result<()> {
                 exit::at_once(0)
             }
         };
-        // Fails if loading does, which ends the process.
-        let Ok(models) = models else { return };
+        // Fails if loading does, which ends the process: there is nothing to drain.
+        let Ok(models) = models else { return std::future::pending().await };
         let ended = select_all(models.engines().iter().map(|engine| Box::pin(engine.ended())));
         tokio::select! {
             () = stop_signals.next() => {}
@@ -521,6 +534,16 @@ fn serve(options: Serve) -> Result<()> {
         runtime.spawn(reloader.0.run(hangups));
     }
     drop(entered);
+    let names: Vec<_> = engines.iter().map(|engine| engine.info().model.as_str()).collect();
+    tracing::info!(
+        seconds = (began.elapsed().as_secs_f64() * 10.0).round() / 10.0,
+        models = names.join(", "),
+        %address,
+        device = numbers,
+        memory_limit_bytes = first.info().activity.report().bytes.limit,
+        threads = std::thread::available_parallelism().map_or(1, usize::from),
+        "ready"
+    );
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
     for PolicyReport { name, problem, is_pending, .. } in inactive {
@@ -623,6 +646,17 @@ fn doctor(options: Doctor) -> Result<()> {
     doctor::run(file, &common.place.data_dir()?, json, &mut std::io::stdout().lock())
 }
 
+/// Writes the script of a shell.
+///
+/// # Errors
+/// If it cannot be written.
+fn completions(shell: Shell, out: &mut impl Write) -> Result<()> {
+    // Into memory first: the generator panics at a closed pipe.
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "steersman", &mut script);
+    out.write_all(&script).context("writing the script")
+}
+
 fn check(options: Check) -> Result<()> {
     let file = options.file.or_else(|| options.place.config.clone());
     let file = file.context("name a configuration file: steersman check CONFIG")?;
@@ -677,6 +711,8 @@ fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum;
+
     use super::*;
 
     /// Before, `steersman cache list | head -1` failed.
@@ -687,6 +723,22 @@ mod tests {
         };
         assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
         assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+    }
+
+    #[test]
+    fn every_shell_completes_every_command() {
+        for shell in Shell::value_variants() {
+            let mut script = Vec::new();
+            completions(*shell, &mut script).unwrap();
+            let script = String::from_utf8(script).unwrap();
+            for command in Cli::command().get_subcommands() {
+                assert!(
+                    script.contains(command.get_name()),
+                    "{shell} lacks {}",
+                    command.get_name()
+                );
+            }
+        }
     }
 
     #[test]
