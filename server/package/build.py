@@ -201,6 +201,8 @@ def make_tar(build: Build, programs: dict[str, bytes], out: Path) -> Path:
         "steersman": ((HERE / "launcher.sh").read_bytes(), 0o755),
         **{f"bin/{name}": (program, 0o755) for name, program in programs.items()},
         "LICENSE": ((ROOT / "LICENSE").read_bytes(), 0o644),
+        # Units of services, a configuration, a dashboard and alert rules.
+        **{f"configs/{file.name}": (file.read_bytes(), 0o644) for file in entries(ROOT / "configs")},
     }
     for file in sorted(build.lib.rglob("*")):
         if file.is_file():

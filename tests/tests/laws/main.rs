@@ -13,6 +13,7 @@ mod hostile;
 mod keep;
 mod languages;
 mod library;
+mod log_lines;
 mod mcp;
 mod operations;
 mod owners;
