@@ -97,7 +97,8 @@ impl Tally {
 
     fn calls(&self) -> Vec<HookCounts> {
         let counts = Hook::ALL.into_iter().zip(&self.hooks).map(|(hook, (calls, time))| {
-            let (calls, nanoseconds) = (calls.load(Ordering::Relaxed), time.load(Ordering::Relaxed));
+            let (calls, nanoseconds) =
+                (calls.load(Ordering::Relaxed), time.load(Ordering::Relaxed));
             HookCounts { hook, calls, nanoseconds }
         });
         counts.filter(|counts| counts.calls > 0).collect()
