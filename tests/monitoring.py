@@ -23,8 +23,8 @@ SECRET = "sesame-47"
 DEBUG = re.compile(r"Some\(|\bNone\b|\w+ \{ |\w+\(\"|Err\(|Ok\(|\d(?:ns|µs)\b|::<")
 #: A looping prompt: the policy closes the reasoning.
 LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;"
-#: Series that this server has none of: no policy has the grant `counters`, and no model is loaded on demand.
-ABSENT = {"steersman_policy_counts", "steersman_model_loads", "steersman_model_unloads", "steersman_model_loaded"}
+#: Series that this server has none of: no policy has the grant `counters`.
+ABSENT = {"steersman_policy_counts"}
 
 
 def ask(url, route, body, headers=None, read=True):
@@ -183,7 +183,7 @@ def check_series(series):
     families = {family(name) for name in series}
     known = documented()
     assert families <= known, f"not in HTTP.md: {sorted(families - known)}"
-    assert known - families == ABSENT, f"not in /metrics: {sorted(known - families - ABSENT)}"
+    assert known - families == ABSENT, f"not in /metrics: {sorted(known - families)}"
     # What Prometheus adds.
     given = {"instance", "job", "le"}
     for expression in expressions():
