@@ -81,8 +81,8 @@ def serve(binary, folder, form, work):
     log, out = Path(folder, f"{form}.log"), Path(folder, f"{form}.out")
     with log.open("w") as errors, out.open("w") as output:
         command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data"]
-        environment = os.environ | {"STEERSMAN_LOG": form, "RUST_LOG": ""}
-        environment.pop("RUST_LOG")
+        environment = {name: value for name, value in os.environ.items() if name != "RUST_LOG"}
+        environment["STEERSMAN_LOG"] = form
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
         wait_for(lambda: " at http://" in out.read_text(), server, log)

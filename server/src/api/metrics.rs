@@ -22,6 +22,7 @@ use steersman_engine::request::Usage;
 
 pub use self::engines::accounts;
 use self::engines::register_engines;
+pub use self::policies::breaker_state;
 use self::policies::register_policies;
 use self::process::{register_build, register_process};
 use self::replies::Replies;

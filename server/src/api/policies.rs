@@ -23,6 +23,7 @@ use super::app::App;
 use super::blocking::{blocking, internal};
 use super::body::Limit;
 use super::error::ApiError;
+use super::metrics::breaker_state;
 
 /// Media type of a component; a bundle is sent under it, too.
 const WASM: &str = "application/wasm";
@@ -314,15 +315,6 @@ impl From<PolicyReport> for PolicyBody {
 impl From<Use> for UseBody {
     fn from(Use { profile, position, shadow, health }: Use) -> Self {
         Self { profile, position, shadow, breaker: health.into() }
-    }
-}
-
-/// Name of a breaker's state.
-pub fn breaker_state(health: &Health) -> &'static str {
-    match (health.paused, health.probation) {
-        (Some(_), _) => "open",
-        (None, Some(_)) => "probation",
-        (None, None) => "closed",
     }
 }
 

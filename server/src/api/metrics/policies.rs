@@ -6,13 +6,21 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use steersman_engine::policy::{Policies, PolicyCounts, PolicyReport};
+use steersman_engine::policy::{Health, Policies, PolicyCounts, PolicyReport};
 
 use super::register;
-use crate::api::policies::breaker_state;
 
 /// States of a breaker.
 const STATES: [&str; 3] = ["closed", "open", "probation"];
+
+/// Name of a breaker's state, also in `GET /v1/policies`.
+pub fn breaker_state(health: &Health) -> &'static str {
+    match (health.paused, health.probation) {
+        (Some(_), _) => "open",
+        (None, Some(_)) => "probation",
+        (None, None) => "closed",
+    }
+}
 
 /// Registers the series of all policies.
 pub fn register_policies(registry: &mut Registry, policies: &Policies) {
