@@ -50,6 +50,7 @@ pub mod tools {
     pub use crate::decode::Decoder;
     pub use crate::kernel_check::{Outcome, Outcomes, check_all};
     pub use crate::measure::{calibrate, machine, passes, verify};
+    pub use crate::model::model_types;
     pub use crate::schedule::memory::Machine;
     pub use crate::store::{
         Fingerprint, ImportReport, KindSize, StoreFile, StoredPrefix, VerifyReport,

@@ -44,7 +44,7 @@ function fill(card, { model: entry, report, aliases }) {
 }
 
 function pull(state) {
-  const input = h("input", { id: "repo", type: "text", placeholder: "owner/name", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+/\\S+", disabled: !state.isOperator });
+  const input = h("input", { id: "repo", type: "text", placeholder: "owner/name or qwen3:4b", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+", disabled: !state.isOperator });
   const button = h("button", { class: "primary", disabled: !state.isOperator }, "Download");
   const progress = h("progress", { max: "1", value: 0, "aria-label": "Download" });
   const words = h("p", { class: "small", role: "status" });

@@ -1,10 +1,13 @@
-//! Locates a model's files: a local folder, a Hugging Face repo, or the bundled model.
+//! Locates a model's files: a local folder, a GGUF file, a Hugging Face repo, or the bundled model.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-pub use steersman_models::hub::{Hub, is_here};
-use steersman_models::hub::{NamedAs, name_of_folder, named_as};
+use steersman_engine::tools::model_types;
+use steersman_models::command::choice;
+pub use steersman_models::hub::Hub;
+use steersman_models::named::{self, NamedAs, name_of_folder};
 
 use crate::bundled;
 
@@ -19,12 +22,35 @@ pub struct Found {
     pub bundled: bool,
 }
 
-/// Finds the model that `[model] path` or `--model` names, downloading a repo that is not cached.
+/// Finds the model that `[model] path` or `--model` names, downloading a repo that is not cached. Says on stderr which
+/// size a short name without one stands for.
 ///
 /// # Errors
-/// If the model does not exist or cannot be downloaded; the message says what to do.
+/// If the model does not exist, is of a family that cannot be loaded, or cannot be downloaded; the message says what
+/// to do.
 pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
-    find_with(path, data_dir, |repo| Hub::from_env().fetch(repo))
+    if let Some(choice) = choice(path) {
+        // Nobody may read it.
+        let _ = writeln!(std::io::stderr(), "{choice}");
+    }
+    find_with(path, data_dir, |repo| Hub::from_env().fetch(repo, &model_types()))
+}
+
+/// What `path` is, the name of the bundled model included.
+///
+/// # Errors
+/// If it names no model.
+pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
+    let is_bundled = path == bundled::NAME && !Path::new(path).exists();
+    named::named_as(if is_bundled { "" } else { path })
+}
+
+/// Whether the files of the model that `path` names are on this machine; otherwise they would be downloaded.
+///
+/// # Errors
+/// If `path` names no model, or may not be downloaded.
+pub fn is_here(path: &str) -> Result<bool> {
+    if let NamedAs::Nothing = named_as(path)? { Ok(true) } else { named::is_here(path) }
 }
 
 /// As [`find`], without downloading anything.

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use steersman_engine::tools::Machine;
+use steersman_engine::tools::{Machine, model_types};
 use steersman_models::command::{self, Configured, Sources};
 pub use steersman_models::command::{List, Pull, Remove, Show};
 use steersman_models::hub::Hub;
@@ -41,6 +41,7 @@ pub fn run(
         hub: Hub::from_env(),
         bundled: (bundled::NAME.into(), bundled::unpack(data_dir)?),
         configured,
+        families: model_types(),
         numbers: models::numbers(&config)?,
         memory_limit: Machine::of(&config)?.memory_limit,
     };

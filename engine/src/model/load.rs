@@ -8,7 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::storage::Storage;
-use super::{FAMILIES, Model, Weights, check};
+use super::{FAMILIES, Model, Weights, check, model_types};
 use crate::config::{self, ModelConfig};
 use crate::device::{self, DeviceInfo};
 use crate::error::{ConfigError, Error, Result};
@@ -95,10 +95,9 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     check::config(&mut json).map_err(&problem)?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
-        let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
+        let known = model_types().join(", ");
         return Err(problem(format!(
-            "model_type `{model_type}` is not supported; supported are: {}",
-            known.join(", ")
+            "model_type `{model_type}` is not supported; supported are: {known}"
         )));
     };
     let text = json.get("text_config").unwrap_or(&json);

@@ -130,6 +130,11 @@ pub struct Family {
     pub load: fn(&Value, &mut Weights) -> Result<Box<dyn Model>>,
 }
 
+/// `model_type` of every family that can be loaded.
+pub fn model_types() -> Vec<&'static str> {
+    FAMILIES.iter().map(|family| family.model_type).collect()
+}
+
 /// Every family that can be loaded.
 pub const FAMILIES: &[Family] = &[
     Family { model_type: "apertus", load: apertus::load },

@@ -9,9 +9,11 @@ use clap::Args;
 use indicatif::HumanBytes;
 use serde_json::{Value, json};
 
-use crate::facts::{CACHE_TOKENS, CONFIG_BYTES, Facts, Numbers};
-use crate::hub::{self, Hub, NamedAs, Plan, named_as};
+use crate::catalogue;
+use crate::facts::{self, CACHE_TOKENS, CONFIG_BYTES, Facts, Numbers};
+use crate::hub::{self, Hub, Plan};
 use crate::machine;
+use crate::named::{NamedAs, name_of_folder, named_as, split_id};
 use crate::snapshots::{self, Snapshot, similar};
 
 /// Tokens of the request that a model is expected to have room for.
@@ -29,7 +31,7 @@ pub struct List {
 /// One model: family, layers, numbers, files, and the memory that it needs.
 #[derive(Debug, Args)]
 pub struct Show {
-    /// Name as in `steersman list`, or a local folder
+    /// Name as in `steersman list`, a short name as qwen3:4b, a local folder or a GGUF file
     #[arg(value_name = "MODEL")]
     model: String,
     /// Print JSON
@@ -40,16 +42,17 @@ pub struct Show {
 /// Download a model from Hugging Face, or continue a download. Says first what it needs.
 #[derive(Debug, Args)]
 pub struct Pull {
-    /// Hugging Face repo id (owner/name)
-    #[arg(value_name = "REPO")]
+    /// Hugging Face repo id (owner/name), for GGUF files with a quantization (owner/name:Q4_K_M), or a short
+    /// name: qwen3:4b, or qwen3 for the size that fits this machine
+    #[arg(value_name = "MODEL")]
     model: String,
 }
 
 /// Remove a downloaded model from the cache that Hugging Face's tools share.
 #[derive(Debug, Args)]
 pub struct Remove {
-    /// Exact repo id (owner/name), as in `steersman list`
-    #[arg(value_name = "REPO")]
+    /// Exact name as in `steersman list`, or a short name with its size
+    #[arg(value_name = "MODEL")]
     model: String,
     /// Remove it even if the configuration names it
     #[arg(long)]
@@ -76,6 +79,8 @@ pub struct Sources {
     pub bundled: (String, PathBuf),
     /// The models of the configuration.
     pub configured: Vec<Configured>,
+    /// The families that the engine loads.
+    pub families: Vec<&'static str>,
     /// How this machine keeps weights.
     pub numbers: Numbers,
     /// Most bytes of all weights and caches.
@@ -101,7 +106,7 @@ impl Sources {
         let bytes = Facts::read(&folder).ok().map(|facts| facts.file_bytes());
         let sources = vec!["bundled".into()];
         let mut all = vec![Listed { name, sources, folder: Some(folder), state: "on disk", bytes }];
-        all.extend(snapshots::list(&self.hub)?.into_iter().map(Listed::from));
+        all.extend(snapshots::list(&self.hub)?.into_iter().flat_map(Listed::of));
         for Configured { key, name, path } in &self.configured {
             // The name in the configuration may differ from that of the repo or the folder.
             let key = if *name == path_name(path, &self.bundled.0) {
@@ -109,14 +114,15 @@ impl Sources {
             } else {
                 format!("{key} ({name})")
             };
-            let folder = match named_as(path) {
-                Ok(NamedAs::Folder(folder)) => Some(folder),
-                Ok(NamedAs::Nothing) => Some(self.bundled.1.clone()),
-                Ok(NamedAs::Repo(_)) | Err(_) => None,
+            let (folder, id) = match named_as(path) {
+                Ok(NamedAs::Folder(folder)) => (Some(folder), None),
+                Ok(NamedAs::Nothing) => (Some(self.bundled.1.clone()), None),
+                Ok(NamedAs::Repo(id)) => (self.hub.cached(id), Some(id)),
+                Err(_) => (None, None),
             };
             let is_same = |listed: &&mut Listed| match &folder {
                 Some(folder) => listed.folder.as_ref() == Some(folder),
-                None => listed.name == *path,
+                None => Some(listed.name.as_str()) == id,
             };
             match all.iter_mut().find(is_same) {
                 Some(listed) => listed.sources.push(key),
@@ -148,25 +154,30 @@ impl Sources {
                 .find(|listed| listed.name == path)
                 .with_context(|| format!("{model} is missing"));
         }
-        if Path::new(model).exists()
-            && let NamedAs::Folder(folder) = named_as(model)?
-        {
-            let (name, sources) = (path_name(model, ""), vec!["folder".into()]);
-            return Ok(Listed {
-                name,
-                sources,
-                folder: Some(folder),
-                state: "on disk",
-                bytes: None,
-            });
+        let id = match named_as(model)? {
+            NamedAs::Folder(folder) => {
+                let (name, sources) = (name_of_folder(&folder), vec!["folder".into()]);
+                let state = "on disk";
+                return Ok(Listed { name, sources, folder: Some(folder), state, bytes: None });
+            }
+            NamedAs::Nothing => &self.bundled.0,
+            NamedAs::Repo(id) => id,
+        };
+        // A short name, or a repo without the quantization of its files.
+        let folder = self.hub.cached(id);
+        let is_it = |listed: &&Listed| match &folder {
+            Some(folder) => listed.folder.as_ref() == Some(folder),
+            None => listed.name == id,
+        };
+        if let Some(listed) = all.iter().find(is_it) {
+            return Ok(listed.clone());
         }
         let names: Vec<_> = all.iter().map(|listed| listed.name.as_str()).collect();
-        let pull = if hub::is_repo_id(model) {
-            format!("; `steersman pull {model}` downloads it if it is a Hugging Face repo")
-        } else {
-            String::new()
-        };
-        bail!("there is no model `{model}` on this machine{}{pull}", similar(model, &names));
+        bail!(
+            "there is no model `{model}` on this machine{}; `steersman pull {model}` downloads it if it is a \
+             Hugging Face repo",
+            similar(model, &names)
+        );
     }
 }
 
@@ -174,20 +185,44 @@ impl Sources {
 fn path_name(path: &str, bundled: &str) -> String {
     match named_as(path) {
         Ok(NamedAs::Nothing) => bundled.into(),
-        Ok(NamedAs::Folder(folder)) => hub::name_of_folder(&folder),
+        Ok(NamedAs::Folder(folder)) => name_of_folder(&folder),
         Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
     }
 }
 
-impl From<Snapshot> for Listed {
-    fn from(snapshot: Snapshot) -> Self {
-        Self {
-            name: snapshot.repo_id,
+impl Listed {
+    /// The models of a snapshot: one, several GGUF files, or one that is incomplete.
+    fn of(snapshot: Snapshot) -> Vec<Self> {
+        let Snapshot { repo_id, folder: _, models, bytes, .. } = snapshot;
+        let listed = |name, folder, state, bytes| Self {
+            name,
             sources: vec!["cache".into()],
-            folder: snapshot.folder.filter(|_| snapshot.complete),
-            state: if snapshot.complete { "on disk" } else { "incomplete" },
-            bytes: Some(snapshot.bytes),
+            folder,
+            state,
+            bytes: Some(bytes),
+        };
+        if models.is_empty() {
+            return vec![listed(repo_id, None, "incomplete", bytes)];
         }
+        let is_alone = models.len() == 1;
+        let one = |(tag, path): (Option<String>, PathBuf)| {
+            let file = std::fs::metadata(&path).map_or(0, |file| file.len());
+            let bytes = if is_alone || tag.is_none() { bytes } else { file };
+            let name = tag.map_or_else(|| repo_id.clone(), |tag| format!("{repo_id}:{tag}"));
+            listed(name, Some(path), "on disk", bytes)
+        };
+        models.into_iter().map(one).collect()
+    }
+
+    /// What its files say; `None` if they are not here or cannot be read.
+    fn facts(&self) -> Option<Facts> {
+        Facts::read(self.folder.as_deref()?).ok()
+    }
+
+    /// Its state, or that the engine cannot load it.
+    fn shown_state(&self, facts: Option<&Facts>, families: &[&str]) -> &'static str {
+        let can_load = facts.is_some_and(|facts| families.contains(&facts.family.as_str()));
+        if self.folder.is_some() && !can_load { "not supported" } else { self.state }
     }
 }
 
@@ -197,9 +232,8 @@ impl From<Snapshot> for Listed {
 /// If the cache cannot be read, or `out` not be written.
 pub fn list(sources: &Sources, options: &List, out: &mut impl Write) -> Result<()> {
     let all = sources.all()?;
-    let facts = |listed: &Listed| listed.folder.as_deref().and_then(|at| Facts::read(at).ok());
     if options.json {
-        let row = |listed: &Listed| object(sources, listed, facts(listed).as_ref());
+        let row = |listed: &Listed| object(sources, listed, listed.facts().as_ref());
         let rows: Vec<Value> = all.iter().map(row).collect();
         writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
         return Ok(());
@@ -207,7 +241,7 @@ pub fn list(sources: &Sources, options: &List, out: &mut impl Write) -> Result<(
     let titles = ["NAME", "SIZE", "FAMILY", "QUANTIZATION", "CONTEXT", "STATE", "FROM"];
     let mut rows = vec![titles.map(String::from)];
     for listed in &all {
-        let facts = facts(listed);
+        let facts = listed.facts();
         let text = |value: Option<String>| value.unwrap_or_else(|| "-".into());
         rows.push([
             listed.name.clone(),
@@ -215,7 +249,7 @@ pub fn list(sources: &Sources, options: &List, out: &mut impl Write) -> Result<(
             text(facts.as_ref().map(|facts| facts.family.clone())),
             text(facts.as_ref().map(|facts| facts.quantization.clone())),
             text(facts.as_ref().and_then(|facts| facts.context).map(|tokens| tokens.to_string())),
-            listed.state.into(),
+            listed.shown_state(facts.as_ref(), &sources.families).into(),
             listed.sources.join(", "),
         ]);
     }
@@ -241,7 +275,7 @@ fn table<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
 fn object(sources: &Sources, listed: &Listed, facts: Option<&Facts>) -> Value {
     let mut object = json!({
         "name": listed.name,
-        "state": listed.state,
+        "state": listed.shown_state(facts, &sources.families),
         "from": listed.sources,
         "folder": listed.folder,
         "size": listed.bytes,
@@ -249,6 +283,7 @@ fn object(sources: &Sources, listed: &Listed, facts: Option<&Facts>) -> Value {
     if let Some(facts) = facts {
         let weights = facts.weight_bytes(sources.numbers);
         object["size"] = listed.bytes.unwrap_or_else(|| facts.file_bytes()).into();
+        let is_supported = sources.families.contains(&facts.family.as_str());
         object["family"] = facts.family.as_str().into();
         object["parameters"] = facts.parameters.into();
         object["layers"] = facts.layers.into();
@@ -258,7 +293,7 @@ fn object(sources: &Sources, listed: &Listed, facts: Option<&Facts>) -> Value {
             "weights": weights,
             "cache_per_1000_tokens": facts.cache_bytes(sources.numbers),
             "limit": sources.memory_limit,
-            "fits": needed(facts, sources.numbers) <= sources.memory_limit,
+            "fits": is_supported && needed(facts, sources.numbers) <= sources.memory_limit,
         });
     }
     object
@@ -296,6 +331,10 @@ pub fn show(sources: &Sources, options: &Show, out: &mut impl Write) -> Result<(
     let number = |value: Option<u64>| value.map_or_else(unknown, |value| value.to_string());
     let cache = facts.cache_bytes(sources.numbers);
     let cache = cache.map_or_else(unknown, |bytes| HumanBytes(bytes).to_string());
+    let fits = match facts::check_family(&facts.family, &sources.families) {
+        Ok(()) => fits(needed(&facts, sources.numbers), sources.memory_limit),
+        Err(problem) => format!("no: {problem}"),
+    };
     let rows = [
         ["name", &listed.name],
         ["from", &listed.sources.join(", ")],
@@ -310,7 +349,7 @@ pub fn show(sources: &Sources, options: &Show, out: &mut impl Write) -> Result<(
             &format!("about {}", HumanBytes(facts.weight_bytes(sources.numbers))),
         ],
         ["cache of 1,000 tokens", &cache],
-        ["fits", &fits(needed(&facts, sources.numbers), sources.memory_limit)],
+        ["fits", &fits],
         ["size on disk", &HumanBytes(facts.file_bytes()).to_string()],
     ];
     write!(out, "{}", table(&rows.map(|row| row.map(String::from))))?;
@@ -361,9 +400,10 @@ impl Needs {
     /// Those of `plan`, with the hub's cache in `cache` and weights of at most `memory_limit` bytes.
     pub fn of(plan: &Plan, cache: &Path, numbers: Numbers, memory_limit: u64) -> Self {
         let weights = plan.weight_bytes();
+        // A GGUF file has none beside it.
         let config = plan.snapshot.join("config.json");
         let config = steersman_files::read_text(&config, CONFIG_BYTES).unwrap_or_default();
-        let is_packed = config.contains("\"quantization");
+        let is_packed = plan.is_gguf() || config.contains("\"quantization");
         // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
         let float_bytes = numbers.short_float_bytes();
         let memory = if is_packed { weights + weights / 8 } else { weights / 2 * float_bytes };
@@ -428,19 +468,41 @@ impl Needs {
     }
 }
 
+/// What a user is told about a short name without a size; `None` for another name.
+pub fn choice(model: &str) -> Option<String> {
+    catalogue::find(model).ok()??.choice()
+}
+
 /// Downloads a model, with a progress bar.
 ///
 /// # Errors
-/// If there is no such repo, not enough disk space, or the download fails; it can be continued.
+/// If there is no such repo, it cannot be loaded, there is not enough disk space, or the download fails; it can be continued.
 pub fn pull(sources: &Sources, options: &Pull, out: &mut impl Write) -> Result<()> {
-    let repo = &options.model;
+    let model = &options.model;
+    if model == &sources.bundled.0 {
+        writeln!(out, "{model} is part of the program: nothing is downloaded")?;
+        return Ok(());
+    }
+    if let Some(choice) = choice(model) {
+        writeln!(out, "{choice}")?;
+    }
+    let repo = match named_as(model)? {
+        NamedAs::Repo(repo) => repo,
+        NamedAs::Folder(path) => {
+            writeln!(out, "{} is on this machine: nothing is downloaded", path.display())?;
+            return Ok(());
+        }
+        NamedAs::Nothing => bail!("name a model: `steersman pull --help` shows how"),
+    };
     if let Some(folder) = sources.hub.cached(repo) {
         writeln!(out, "{repo} is complete in {}", folder.display())?;
         return Ok(());
     }
     let plan = sources.hub.plan(repo)?;
+    plan.check_family(&sources.families)?;
     let needs = Needs::of(&plan, &sources.hub.cache, sources.numbers, sources.memory_limit);
-    writeln!(out, "{repo}, commit {}, {} files", plan.sha, plan.files.len())?;
+    let files = if plan.files.len() == 1 { "file" } else { "files" };
+    writeln!(out, "{repo}, commit {}, {} {files}", plan.sha, plan.files.len())?;
     writeln!(out, "{}", needs.describe())?;
     needs.check_disk()?;
     let bar = hub::bar(&plan);
@@ -457,18 +519,38 @@ pub fn pull(sources: &Sources, options: &Pull, out: &mut impl Write) -> Result<(
 pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Result<()> {
     let model = &options.model;
     ensure!(*model != sources.bundled.0, "{model} is part of the program and cannot be removed");
-    let users = sources.configured.iter().filter(|configured| configured.path == *model);
+    // A name without a size could mean another one than the user does.
+    let named = catalogue::find(model).ok().flatten().filter(|named| named.has_size);
+    let id = named.map_or(model.as_str(), |named| named.entry.repo);
+    let (repo, tag) = split_id(id);
+    let all = snapshots::list(&sources.hub)?;
+    let in_cache = all.iter().find(|snapshot| snapshot.repo_id == repo);
+    if let (Some(tag), Some(snapshot)) = (tag, in_cache) {
+        let has = |name: &Option<String>| {
+            name.as_deref().is_some_and(|name| name.eq_ignore_ascii_case(tag))
+        };
+        let is_alone = snapshot.models.len() == 1 && has(&snapshot.models[0].0);
+        ensure!(
+            is_alone,
+            "{repo} has {} models on this machine: `steersman rm {repo}` removes them together",
+            snapshot.models.len()
+        );
+    }
+    let is_user = |configured: &&Configured| match named_as(&configured.path) {
+        Ok(NamedAs::Repo(id)) => split_id(id).0 == repo,
+        _ => configured.path == *model,
+    };
+    let users = sources.configured.iter().filter(is_user);
     let keys: Vec<_> = users.map(|configured| configured.key.as_str()).collect();
-    let in_cache = snapshots::list(&sources.hub)?.iter().any(|snapshot| snapshot.repo_id == *model);
     ensure!(
-        options.force || keys.is_empty() || !in_cache,
+        options.force || keys.is_empty() || in_cache.is_none(),
         "the configuration names {model} ({}); with --force it is removed anyway",
         keys.join(", ")
     );
-    if !in_cache && matches!(named_as(model), Ok(NamedAs::Folder(_))) {
+    if in_cache.is_none() && matches!(named_as(model), Ok(NamedAs::Folder(_))) {
         bail!("{model} is a folder of yours, not in the cache: remove it yourself");
     }
-    let removed = snapshots::remove(&sources.hub, model)?;
+    let removed = snapshots::remove(&sources.hub, repo)?;
     writeln!(out, "removed {}, {}", removed.repo_id, HumanBytes(removed.bytes))?;
     Ok(())
 }

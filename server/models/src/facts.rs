@@ -176,6 +176,29 @@ impl Facts {
     }
 }
 
+/// `model_type` of the `config.json` at `path`; `None` if it has none.
+///
+/// # Errors
+/// If the file cannot be read, or is not JSON.
+pub fn family(path: &Path) -> Result<Option<String>> {
+    let config = read_json(path)?;
+    Ok(config.get("model_type").and_then(Value::as_str).map(str::to_owned))
+}
+
+/// Checks that `family` is one of `known`, which the engine loads.
+///
+/// # Errors
+/// If it is not, with those that are.
+pub fn check_family(family: &str, known: &[&str]) -> Result<(), String> {
+    match known.contains(&family) {
+        true => Ok(()),
+        false => {
+            let known = known.join(", ");
+            Err(format!("the family `{family}` is not supported; supported are: {known}"))
+        }
+    }
+}
+
 impl CacheShape {
     /// From the keys of the text model. Layers whose state has a constant size do not count.
     fn of(text: &Map<String, Value>) -> Option<Self> {

@@ -15,11 +15,13 @@
 //! cache.rs    the folder of a repo in the cache
 //! client.rs   requests to the hub: limits, redirects, the token
 //! plan.rs     which files a download consists of
+//! gguf.rs     which GGUF file of a repo, and whether it can be loaded, by its header
 //! transfer.rs gets them, continues, verifies
 //! ```
 
 mod cache;
 mod client;
+mod gguf;
 mod plan;
 mod transfer;
 
@@ -30,8 +32,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use steersman_files::FilePath;
-use steersman_gguf::files;
-pub use steersman_gguf::files::name_of as name_of_folder;
 
 pub use self::cache::PREFIX;
 pub(crate) use self::cache::RepoFolder;
@@ -40,100 +40,14 @@ pub use self::client::{Stop, is_disk_full};
 use self::plan::{INDEX, Info, LIST_BYTES, Sibling, shards};
 pub use self::plan::{Plan, Progress, Wanted};
 use self::transfer::Failure;
+pub use crate::named::is_repo_id;
+use crate::named::{is_model_id, split_id};
 
 /// The hub's public address.
 const HUGGING_FACE: &str = "https://huggingface.co";
 
 /// Most bytes of the file with the token.
 const TOKEN_BYTES: u64 = 4 << 10;
-
-/// What the path of a model in a configuration or on the command line is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum NamedAs<'a> {
-    /// Empty: the bundled model.
-    Nothing,
-    /// A folder with a model, or a GGUF file.
-    Folder(PathBuf),
-    /// The id of a Hugging Face repo.
-    Repo(&'a str),
-}
-
-/// What `path` is. A folder or file that exists takes precedence over a repo.
-///
-/// # Errors
-/// If it is neither a folder with a model, nor a GGUF file, nor the id of a repo.
-pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
-    if path.is_empty() {
-        return Ok(NamedAs::Nothing);
-    }
-    Ok(local(path)?.map_or(NamedAs::Repo(path), NamedAs::Folder))
-}
-
-/// Whether the files of the model that `path` names are on this machine; otherwise they would be
-/// downloaded.
-///
-/// # Errors
-/// If `path` names no model, or may not be downloaded.
-pub fn is_here(path: &str) -> Result<bool> {
-    if path.is_empty() {
-        return Ok(true);
-    }
-    if let Some(folder) = local(path)? {
-        if files::is_gguf(&folder) {
-            return Ok(true);
-        }
-        let tokenizer = folder.join("tokenizer.json");
-        ensure!(tokenizer.is_file(), "{path} is not a model: it has no tokenizer.json");
-        return Ok(true);
-    }
-    let hub = Hub::from_env();
-    let cached = hub.cached(path).is_some();
-    if !cached {
-        hub.may_download(path)?;
-    }
-    Ok(cached)
-}
-
-/// The folder that `path` names; `None` if it is a repo id.
-fn local(path: &str) -> Result<Option<PathBuf>> {
-    let folder = Path::new(path);
-    if !folder.exists() {
-        ensure!(
-            is_repo_id(path),
-            "{path} is neither a folder nor a Hugging Face repo id (owner/name)"
-        );
-        return Ok(None);
-    }
-    if files::is_gguf(folder) {
-        // Not resolved: the hub's cache links to files without an ending.
-        let file = std::path::absolute(folder).with_context(|| format!("reading {path}"))?;
-        return Ok(Some(file));
-    }
-    let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
-    ensure!(
-        folder.is_dir(),
-        "{path} is a file; use the folder that contains config.json, or a GGUF file"
-    );
-    if !folder.join("config.json").is_file() {
-        let gguf = gguf_in(&folder);
-        let gguf = gguf.map(|file| format!("; use the GGUF file in it: {}", file.display()));
-        bail!("{path} is not a model: it has no config.json{}", gguf.unwrap_or_default());
-    }
-    Ok(Some(folder))
-}
-
-/// The first GGUF file in a folder.
-fn gguf_in(folder: &Path) -> Option<PathBuf> {
-    let entries = folder.read_dir().ok()?.flatten().map(|entry| entry.path());
-    entries.filter(|path| files::is_gguf(path)).min()
-}
-
-/// Whether `text` is `owner/name`, in the characters that the hub allows.
-pub fn is_repo_id(text: &str) -> bool {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let part = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(allowed);
-    text.split_once('/').is_some_and(|(owner, name)| part(owner) && part(name))
-}
 
 /// A hub and its cache on this machine.
 #[derive(Debug, Clone)]
@@ -170,50 +84,56 @@ impl Hub {
         }
     }
 
-    /// The folder with the files of `repo_id`, from the cache or from the hub, with a progress bar.
+    /// The folder with the files of the model `id`, or its GGUF file, from the cache or from the hub, with a progress
+    /// bar. `families` are those that can be loaded.
     ///
     /// # Errors
-    /// If the repo is unknown, requires a token or has no safetensors, or the network fails.
-    pub fn fetch(&self, repo_id: &str) -> Result<PathBuf> {
-        if let Some(snapshot) = self.cached(repo_id) {
-            return Ok(snapshot);
+    /// If the repo is unknown, requires a token or has no weights, its family is none of `families`, or the network
+    /// fails.
+    pub fn fetch(&self, id: &str, families: &[&str]) -> Result<PathBuf> {
+        if let Some(model) = self.cached(id) {
+            return Ok(model);
         }
-        let plan = self.plan(repo_id)?;
+        let plan = self.plan(id)?;
+        plan.check_family(families)?;
         let bar = bar(&plan);
         let folder = self.download(&plan, &mut |progress| show(&bar, progress));
         bar.finish_and_clear();
         folder
     }
 
-    /// The folder with the files of `repo_id` in the cache.
+    /// The folder with the files of the model `id` in the cache, or its GGUF file.
     ///
     /// # Errors
-    /// If the cache has no complete snapshot.
-    pub fn cached_or_error(&self, repo_id: &str) -> Result<PathBuf> {
-        self.cached(repo_id).with_context(|| {
-            format!("{repo_id} is not on this machine; download it with `steersman pull {repo_id}`")
+    /// If the cache does not have it.
+    pub fn cached_or_error(&self, id: &str) -> Result<PathBuf> {
+        self.cached(id).with_context(|| {
+            format!("{id} is not on this machine; download it with `steersman pull {id}`")
         })
     }
 
-    /// Asks the hub for the files of `repo_id`, and gets the small ones that tell which others are needed.
+    /// Asks the hub for the files of the model `id`, and gets the small ones that tell which others are needed; of a GGUF
+    /// file its header.
     ///
     /// # Errors
-    /// If the repo is unknown, requires a token or has no safetensors, or the network fails.
-    pub fn plan(&self, repo_id: &str) -> Result<Plan> {
-        self.plan_until(repo_id, &Stop::default())
+    /// If the repo is unknown, requires a token or has no weights, a GGUF file is none that can be loaded, or the network
+    /// fails.
+    pub fn plan(&self, id: &str) -> Result<Plan> {
+        self.plan_until(id, &Stop::default())
     }
 
     /// As [`Hub::plan`], until `stop` ends it.
     ///
     /// # Errors
     /// As [`Hub::plan`]; if it was stopped.
-    pub fn plan_until(&self, repo_id: &str, stop: &Stop) -> Result<Plan> {
-        ensure!(is_repo_id(repo_id), "{repo_id} is not a Hugging Face repo id (owner/name)");
-        self.may_download(repo_id)?;
-        self.plan_with(&self.client(stop), repo_id)
+    pub fn plan_until(&self, id: &str, stop: &Stop) -> Result<Plan> {
+        ensure!(is_model_id(id), "{id} is not a Hugging Face repo id (owner/name)");
+        self.may_download(id)?;
+        self.plan_with(&self.client(stop), id)
     }
 
-    fn plan_with(&self, client: &Client, repo_id: &str) -> Result<Plan> {
+    fn plan_with(&self, client: &Client, id: &str) -> Result<Plan> {
+        let (repo_id, tag) = split_id(id);
         let path = format!("/api/models/{repo_id}/revision/main?blobs=true");
         let answer = client.get_whole(&path, LIST_BYTES);
         let answer = answer.map_err(|error| self.explain(error, repo_id))?;
@@ -221,6 +141,10 @@ impl Hub {
         let mut plan = Plan::new(&self.cache, repo_id, commit)?;
         let names: BTreeSet<&str> =
             info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+        if tag.is_some() || gguf::is_of_gguf(&names) {
+            self.plan_gguf(client, &mut plan, &info, tag)?;
+            return Ok(plan);
+        }
         ensure!(names.contains("config.json"), "{repo_id} is not a model: it has no config.json");
         let get_now = |name: &str| {
             let file = info.siblings.iter().find(|file| file.rfilename == name);
@@ -254,7 +178,28 @@ impl Hub {
         Ok(plan)
     }
 
-    /// Gets the files of `plan` that are missing, checks them, and returns the folder. `report` learns how
+    /// Plans the download of a GGUF file, and checks its header.
+    fn plan_gguf(
+        &self,
+        client: &Client,
+        plan: &mut Plan,
+        info: &Info,
+        tag: Option<&str>,
+    ) -> Result<()> {
+        let repo_id = plan.repo_id.clone();
+        let names: Vec<_> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+        let name = gguf::choose(&names, tag).map_err(|problem| anyhow!("{repo_id}: {problem}"))?;
+        let file = info.siblings.iter().find(|file| file.rfilename == name);
+        let file = plan.wanted(file.context("the file is one of the repo")?)?;
+        plan.set_gguf(file.clone())?;
+        if !plan.has(&file) {
+            let checked = gguf::check(client, plan, &file);
+            checked.map_err(|failure| self.explain_failure(failure, &repo_id))?;
+        }
+        Ok(())
+    }
+
+    /// Gets the files of `plan` that are missing, checks them, and returns the model's path. `report` learns how
     /// far it is.
     ///
     /// # Errors
@@ -293,17 +238,21 @@ impl Hub {
             ))
         })?;
         plan.folder.set_commit(&plan.sha).context("recording the snapshot in the cache")?;
-        Ok(plan.snapshot.clone())
+        Ok(plan.model())
     }
 
-    /// The complete snapshot of `repo_id` in the cache, if there is one.
-    pub fn cached(&self, repo_id: &str) -> Option<PathBuf> {
+    /// The complete snapshot of the model `id` in the cache, or its GGUF file, if there is one.
+    pub fn cached(&self, id: &str) -> Option<PathBuf> {
+        let (repo_id, tag) = split_id(id);
         let folder = RepoFolder::new(&self.cache, repo_id).ok()?;
         let snapshot = folder.snapshot(&folder.commit()?);
-        is_complete(&snapshot).then_some(snapshot)
+        if tag.is_none() && is_complete(&snapshot) {
+            return Some(snapshot);
+        }
+        gguf::in_folder(&snapshot, tag)
     }
 
-    fn may_download(&self, repo_id: &str) -> Result<()> {
+    pub(crate) fn may_download(&self, repo_id: &str) -> Result<()> {
         ensure!(
             !self.offline,
             "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids downloads",
@@ -383,8 +332,18 @@ fn is_text_file(name: &str) -> bool {
     known && !name.contains('/')
 }
 
-/// Whether a snapshot has all files that a model needs: an interrupted download has fewer.
-pub(crate) fn is_complete(snapshot: &Path) -> bool {
+/// The models of a snapshot: each has a path, and GGUF files have a quantization.
+pub(crate) fn models_in(snapshot: &Path) -> Vec<(Option<String>, PathBuf)> {
+    let mut models = Vec::new();
+    if is_complete(snapshot) {
+        models.push((None, snapshot.to_path_buf()));
+    }
+    models.extend(gguf::all_in(snapshot).into_iter().map(|(tag, file)| (Some(tag), file)));
+    models
+}
+
+/// Whether a snapshot has all files that a model of safetensors needs: an interrupted download has fewer.
+fn is_complete(snapshot: &Path) -> bool {
     let has = |file: &str| FilePath::new(file).is_ok_and(|file| file.within(snapshot).is_file());
     let weights = match shards(&snapshot.join(INDEX)) {
         Ok(shards) => shards.iter().all(|shard| has(shard)),
@@ -396,4 +355,4 @@ pub(crate) fn is_complete(snapshot: &Path) -> bool {
 #[cfg(all(test, unix))]
 mod hostile;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

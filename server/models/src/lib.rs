@@ -2,6 +2,8 @@
 //! and knows nothing of requests.
 //!
 //! ```text
+//! named.rs     what the name of a model means
+//! catalogue.rs short names of published models
 //! hub.rs       Hugging Face repos: the cache, downloads
 //! snapshots.rs the models in the cache: listing, removing
 //! facts.rs     what the files of a model say about it
@@ -10,9 +12,11 @@
 //! command.rs   `steersman list`, `show`, `pull`, `rm`
 //! ```
 
+pub mod catalogue;
 pub mod command;
 pub mod facts;
 pub mod hub;
 pub mod machine;
+pub mod named;
 pub mod pool;
 pub mod snapshots;

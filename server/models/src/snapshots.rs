@@ -9,9 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 
 use crate::hub::{self, Hub, PREFIX, RepoFolder};
-
-/// Most names in an error.
-const SIMILAR: usize = 3;
+use crate::named::near;
 
 /// A repo in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,8 +18,8 @@ pub struct Snapshot {
     pub repo_id: String,
     /// The folder of the newest commit; `None` if a download never got that far.
     pub folder: Option<PathBuf>,
-    /// Whether it has all files that a model needs.
-    pub complete: bool,
+    /// The models that it has all files of: a folder, and GGUF files with their quantizations.
+    pub models: Vec<(Option<String>, PathBuf)>,
     /// Bytes on disk of all its commits and unfinished downloads.
     pub bytes: u64,
     /// The folder with everything of this repo.
@@ -48,7 +46,7 @@ pub fn list(hub: &Hub) -> Result<Vec<Snapshot>> {
             snapshots.push(Snapshot::read(RepoFolder::new(&hub.cache, &repo_id)?, repo_id));
         }
     }
-    snapshots.retain(|snapshot| snapshot.complete || snapshot.bytes > 0);
+    snapshots.retain(|snapshot| !snapshot.models.is_empty() || snapshot.bytes > 0);
     snapshots.sort_by(|a, b| a.repo_id.cmp(&b.repo_id));
     Ok(snapshots)
 }
@@ -57,9 +55,9 @@ impl Snapshot {
     fn read(repo: RepoFolder, repo_id: String) -> Self {
         let folder = repo.commit().map(|commit| repo.snapshot(&commit));
         let folder = folder.filter(|folder| folder.is_dir());
-        let complete = folder.as_deref().is_some_and(hub::is_complete);
+        let models = folder.as_deref().map(hub::models_in).unwrap_or_default();
         let bytes = bytes_of(repo.root());
-        Self { repo_id, folder, complete, bytes, repo }
+        Self { repo_id, folder, models, bytes, repo }
     }
 }
 
@@ -87,23 +85,8 @@ pub fn remove(hub: &Hub, repo_id: &str) -> Result<Snapshot> {
 
 /// `; similar: a, b`, or nothing.
 pub fn similar(name: &str, known: &[&str]) -> String {
-    let lower = |text: &str| text.to_lowercase();
-    let mut near: Vec<_> = known
-        .iter()
-        .filter_map(|other| {
-            let (name, other_name) = (lower(name), lower(other));
-            let contains = other_name.contains(&name) || name.contains(&other_name);
-            let distance = if contains { 1 } else { strsim::levenshtein(&name, &other_name) };
-            (distance <= name.len() / 3 + 1).then_some((distance, *other))
-        })
-        .collect();
-    near.sort();
-    near.truncate(SIMILAR);
-    if near.is_empty() {
-        return String::new();
-    }
-    let names: Vec<_> = near.into_iter().map(|(_, name)| name).collect();
-    format!("; similar: {}", names.join(", "))
+    let near = near(name, known);
+    if near.is_empty() { String::new() } else { format!("; similar: {}", near.join(", ")) }
 }
 
 /// Bytes of the files below `folder`. Links do not count.
@@ -153,7 +136,8 @@ mod tests {
         add(&hub, "datasets--owner--x", COMPLETE);
         fs::write(hub.cache.join("version.txt"), "1").unwrap();
         let listed = list(&hub).unwrap();
-        let seen: Vec<_> = listed.iter().map(|s| (s.repo_id.as_str(), s.complete)).collect();
+        let seen: Vec<_> =
+            listed.iter().map(|s| (s.repo_id.as_str(), s.models.len() == 1)).collect();
         assert_eq!(seen, [("owner/a--c", false), ("owner/b", true)]);
         assert_eq!(listed[1].bytes, 3 * 2 + SHA.len() as u64);
     }

@@ -19,8 +19,10 @@ use futures_util::stream::{self, Stream};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use steersman_engine::tools::model_types;
 use steersman_models::command::Needs;
 use steersman_models::hub::{Hub, Plan, Progress, Stop, is_disk_full};
+use steersman_models::named::model_id;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::access::Caller;
@@ -152,10 +154,9 @@ fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
         let message = format!("`{name}` is an unknown field; leave it out");
         return Err(ApiError::invalid("unknown_parameter", name, message));
     }
-    if !steersman_models::hub::is_repo_id(&repo) {
-        let message = format!("model: `{repo}` is not the id of a repo (owner/name)");
-        return Err(ApiError::value("model", message));
-    }
+    let repo = model_id(&repo)
+        .map_err(|problem| ApiError::value("model", format!("model: {problem}")))?
+        .to_string();
     Ok(Asked { repo, stream })
 }
 
@@ -232,6 +233,8 @@ impl Download {
             false => ApiError::download_failed(format!("{error:#}")),
         };
         let plan = self.hub.plan_until(&self.repo, &self.stop).map_err(failed)?;
+        plan.check_family(&model_types())
+            .map_err(|problem| ApiError::value("model", format!("model: {problem:#}")))?;
         let needs = self.needs(&plan);
         needs.check_disk().map_err(|error| ApiError::disk_full(error.to_string()))?;
         tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");

@@ -13,7 +13,6 @@ use steersman_engine::policy::Policies;
 use steersman_engine::tools::Machine;
 use steersman_files::FileName;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
-use steersman_models::hub::named_as;
 use steersman_models::pool::{Pool, Settings};
 
 use super::starter::{Recipe, Running, Starter};
@@ -101,7 +100,7 @@ pub fn load(
         let recipe =
             FromFiles { config, numbers, data_dir: data_dir.into(), policies: policies.clone() };
         let key = || format!("models.{name}");
-        named_as(&recipe.config.model.path).with_context(key)?;
+        hub::named_as(&recipe.config.model.path).with_context(key)?;
         match recipe.bytes() {
             Ok(bytes) => {
                 ensure!(

@@ -145,6 +145,38 @@ async fn downloads_are_for_operators_and_name_what_is_wrong() {
     assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0, "nothing was downloaded");
 }
 
+/// As [`answer_as_hub`], with a family that no engine loads.
+async fn answer_with_another_family(request: HttpRequest) -> Response {
+    const CONFIG: &str = r#"{"model_type": "florence2"}"#;
+    let path = request.uri().path();
+    assert!(!path.ends_with(".safetensors"), "the weights are not asked for");
+    if path.starts_with("/api/") {
+        let names = ["config.json", "tokenizer.json", "model.safetensors"];
+        let files = names.map(|name| json!({"rfilename": name, "size": CONFIG.len()}));
+        return axum::Json(json!({"sha": SHA, "siblings": files})).into_response();
+    }
+    let range = format!("bytes 0-{}/{}", CONFIG.len() - 1, CONFIG.len());
+    (StatusCode::PARTIAL_CONTENT, [(header::CONTENT_RANGE, range)], CONFIG).into_response()
+}
+
+#[tokio::test]
+async fn a_family_that_cannot_be_loaded_is_refused_before_its_weights() {
+    let cache = cache();
+    let routes = Router::new().fallback(answer_with_another_family);
+    let app = app_with_routes(cache.path(), routes).await;
+    for path in ["/v1/models/pull", "/api/pull"] {
+        let (status, text) = pull(&app, path, "op", &json!({"model": "owner/tiny"})).await;
+        assert_eq!(status, 400, "{text}");
+        assert!(text.contains("the family `florence2` is not supported; supported are:"), "{text}");
+    }
+    // Names without an owner are looked up, and no file is named by them.
+    for (name, words) in [("qwn3", "did you mean qwen3?"), ("/etc/passwd", "there is no model")] {
+        let (status, text) = pull(&app, "/api/pull", "op", &json!({"model": name})).await;
+        assert_eq!(status, 400, "{text}");
+        assert!(text.contains(words), "`{words}` is not in {text}");
+    }
+}
+
 /// Fault A11: nothing stopped a download; a hub that sent nothing kept all others away until a restart.
 #[tokio::test]
 async fn a_download_is_stopped_by_an_operator_or_when_a_client_of_ollama_disconnects() {

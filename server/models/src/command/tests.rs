@@ -46,6 +46,7 @@ fn sources(root: &Path) -> Sources {
             configured("models.quick.path", "quick", "owner/small"),
             configured("models.other.path", "other", "owner/absent"),
         ],
+        families: vec!["llama", "qwen3"],
         numbers: Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel },
         memory_limit: 1 << 30,
     }
@@ -101,6 +102,103 @@ fn one_model_is_shown_by_any_of_its_names() {
     assert!(error.contains("is missing") && error.contains("steersman pull"), "{error}");
     let error = show(&sources, "owner/smal").unwrap_err().to_string();
     assert!(error.contains("similar: owner/small"), "{error}");
+}
+
+/// `list` and `show` said `fits yes` of a model that no engine loads.
+#[test]
+fn what_cannot_be_loaded_does_not_fit() {
+    let root = tempfile::tempdir().unwrap();
+    let sources = Sources { families: vec!["llama"], ..sources(root.path()) };
+    let text = printed(|out| list(&sources, &List { json: false }, out));
+    assert_eq!(text.matches("not supported").count(), 2, "{text}");
+    let text = printed(|out| list(&sources, &List { json: true }, out));
+    let rows: Value = serde_json::from_str(&text).unwrap();
+    let state = |row: usize| (rows[row]["state"].clone(), rows[row]["memory"]["fits"].clone());
+    assert_eq!(state(1), (json!("not supported"), json!(false)));
+    let options = Show { model: "owner/small".into(), json: false };
+    let text = printed(|out| show(&sources, &options, out));
+    let fits = text.lines().find(|line| line.starts_with("fits")).unwrap();
+    assert!(
+        fits.contains("no: the family `qwen3` is not supported; supported are: llama"),
+        "{fits}"
+    );
+}
+
+/// Puts files into the cache as the repo `id`.
+fn add_to_cache(sources: &Sources, id: &str, files: &[(&str, Vec<u8>)]) {
+    let repo = sources.hub.cache.join(format!("models--{}", id.replace('/', "--")));
+    let snapshot = repo.join("snapshots").join(SHA);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(repo.join("refs")).unwrap();
+    fs::write(repo.join("refs/main"), SHA).unwrap();
+    files.iter().for_each(|(name, bytes)| fs::write(snapshot.join(name), bytes).unwrap());
+}
+
+#[test]
+fn gguf_files_of_a_repo_are_models_with_names_of_their_own() {
+    let root = tempfile::tempdir().unwrap();
+    let sources = sources(root.path());
+    let file = || crate::hub::tests::gguf("llama", 4096);
+    let files = [("x-Q4_K_M.gguf", file()), ("x-Q8_0.gguf", file()), ("mmproj.gguf", file())];
+    add_to_cache(&sources, "owner/x-GGUF", &files);
+    let text = printed(|out| list(&sources, &List { json: false }, out));
+    let rows: Vec<_> = text.lines().filter(|line| line.contains("owner/x-GGUF")).collect();
+    assert_eq!(rows.len(), 2, "{text}");
+    for (row, name) in rows.iter().zip(["owner/x-GGUF:Q4_K_M ", "owner/x-GGUF:Q8_0 "]) {
+        assert!(row.starts_with(name) && row.contains("llama") && row.contains("on disk"), "{row}");
+    }
+    for (asked, expected) in [
+        ("owner/x-GGUF:Q8_0", "owner/x-GGUF:Q8_0"),
+        ("owner/x-GGUF:q8_0", "owner/x-GGUF:Q8_0"),
+        ("owner/x-GGUF", "owner/x-GGUF:Q4_K_M"),
+    ] {
+        let options = Show { model: asked.into(), json: true };
+        let text = printed(|out| show(&sources, &options, out));
+        let found: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(found["name"], expected);
+    }
+    let removed = |model: &str| {
+        let options = Remove { model: model.into(), force: false };
+        remove(&sources, &options, &mut Vec::new()).map_err(|error| error.to_string())
+    };
+    let error = removed("owner/x-GGUF:Q8_0").unwrap_err();
+    assert!(error.contains("has 2 models on this machine"), "{error}");
+    removed("owner/x-GGUF").unwrap();
+    add_to_cache(&sources, "owner/x-GGUF", &files[..1]);
+    removed("owner/x-GGUF:q4_k_m").unwrap();
+    assert!(!sources.hub.cache.join("models--owner--x-GGUF").exists());
+}
+
+#[test]
+fn short_names_are_shown_and_removed_as_their_repos() {
+    let root = tempfile::tempdir().unwrap();
+    let sources = sources(root.path());
+    let repo = "mlx-community/Qwen3-4B-4bit";
+    let folder = sources.hub.cache.join("models--mlx-community--Qwen3-4B-4bit");
+    let show = |model: &str| {
+        let options = Show { model: model.into(), json: true };
+        let mut out = Vec::new();
+        show(&sources, &options, &mut out).map(|()| String::from_utf8(out).unwrap())
+    };
+    let error = show("qwen3:4b").unwrap_err().to_string();
+    assert!(error.contains("`steersman pull qwen3:4b` downloads it"), "{error}");
+    write_model(&folder.join("snapshots").join(SHA));
+    fs::create_dir_all(folder.join("refs")).unwrap();
+    fs::write(folder.join("refs/main"), SHA).unwrap();
+    for name in [repo, "qwen3:4b"] {
+        let found: Value = serde_json::from_str(&show(name).unwrap()).unwrap();
+        assert_eq!((&found["name"], &found["state"]), (&json!(repo), &json!("on disk")));
+    }
+    let error = show("qwen3:5b").unwrap_err().to_string();
+    assert!(error.contains("sizes of qwen3"), "{error}");
+    // Without a network: it is here.
+    let pulled = printed(|out| pull(&sources, &Pull { model: "qwen3:4b".into() }, out));
+    assert!(pulled.starts_with(&format!("{repo} is complete in ")), "{pulled}");
+    let error = pull(&sources, &Pull { model: "./absent.gguf".into() }, &mut Vec::new());
+    assert_eq!(error.unwrap_err().to_string(), "./absent.gguf does not exist");
+    let options = Remove { model: "qwen3:4b".into(), force: false };
+    let removed = printed(|out| remove(&sources, &options, out));
+    assert!(removed.starts_with(&format!("removed {repo}")), "{removed}");
 }
 
 #[test]

@@ -68,6 +68,9 @@ pub enum HubError {
     /// [`Stop::stop`] was called.
     #[error("the download was stopped")]
     Stopped,
+    /// As much has arrived as was wanted.
+    #[error("enough bytes have arrived")]
+    Enough,
 }
 
 impl HubError {
@@ -76,7 +79,7 @@ impl HubError {
         match self {
             Self::Status(status) => *status >= 500,
             Self::Request(_) | Self::Connection(_) => true,
-            Self::Promise(_) | Self::Cache(_) | Self::Stopped => false,
+            Self::Promise(_) | Self::Cache(_) | Self::Stopped | Self::Enough => false,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use sha2::{Digest, Sha256};
@@ -65,6 +65,8 @@ pub struct Plan {
     pub(super) folder: RepoFolder,
     /// The files that a model needs.
     pub files: Vec<Wanted>,
+    /// The GGUF file that is the model.
+    gguf: Option<FilePath>,
 }
 
 /// A file of a repo that a model needs.
@@ -119,7 +121,45 @@ impl Plan {
     pub fn new(cache: &Path, repo_id: &str, sha: FileName) -> Result<Self> {
         let folder = RepoFolder::new(cache, repo_id)?;
         let (repo_id, snapshot) = (repo_id.into(), folder.snapshot(&sha));
-        Ok(Self { repo_id, sha, snapshot, folder, files: Vec::new() })
+        Ok(Self { repo_id, sha, snapshot, folder, files: Vec::new(), gguf: None })
+    }
+
+    /// The folder with the files, or the GGUF file.
+    pub fn model(&self) -> PathBuf {
+        self.gguf.as_ref().map_or_else(|| self.snapshot.clone(), |file| file.within(&self.snapshot))
+    }
+
+    /// Whether the model is a GGUF file.
+    pub fn is_gguf(&self) -> bool {
+        self.gguf.is_some()
+    }
+
+    /// Makes the GGUF file `file` the only one.
+    ///
+    /// # Errors
+    /// As [`Plan::set_files`].
+    pub fn set_gguf(&mut self, file: Wanted) -> Result<()> {
+        self.gguf = Some(file.path.clone());
+        self.set_files(vec![file])
+    }
+
+    /// Checks by `config.json`, which is here, that the family of the model is one of `families`. A GGUF file has been
+    /// checked by its header.
+    ///
+    /// # Errors
+    /// If it is another one; with those that are known.
+    pub fn check_family(&self, families: &[&str]) -> Result<()> {
+        if self.gguf.is_some() {
+            return Ok(());
+        }
+        let config = self.snapshot.join("config.json");
+        let family = crate::facts::family(&config).with_context(|| self.repo_id.clone())?;
+        // Without a name, loading says what is missing.
+        match family {
+            Some(family) => crate::facts::check_family(&family, families)
+                .map_err(|problem| anyhow!("{}: {problem}", self.repo_id)),
+            None => Ok(()),
+        }
     }
 
     /// `file` as a part of this plan.
@@ -202,7 +242,8 @@ impl Plan {
         fs::metadata(file.path.within(&self.snapshot)).is_ok_and(|found| file.fits(&found))
     }
 
-    fn part_bytes(&self, file: &Wanted) -> u64 {
+    /// Bytes that have arrived of an unfinished file.
+    pub(super) fn part_bytes(&self, file: &Wanted) -> u64 {
         fs::symlink_metadata(self.folder.part(&file.blob)).map_or(0, |part| part.len())
     }
 }
@@ -210,7 +251,7 @@ impl Plan {
 impl Wanted {
     /// Whether it is a file of weights.
     pub fn is_weights(&self) -> bool {
-        self.name.ends_with(".safetensors")
+        self.name.ends_with(".safetensors") || super::gguf::is_name(&self.name)
     }
 
     /// Whether a file with this metadata may be it.

@@ -9,13 +9,14 @@ use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
-use std::fs;
-
 use sha2::{Digest, Sha256};
 
 use super::*;
 
 const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// The families that can be loaded.
+const KNOWN: &[&str] = &["llama", "qwen3"];
 
 /// A hub with one repo `owner/tiny`, private if it has a token.
 struct FakeHub {
@@ -136,7 +137,7 @@ const SHARDED: &[(&str, &str)] = &[
 fn repo_is_downloaded_once_and_then_found_offline() {
     let cache = tempfile::tempdir().unwrap();
     let (fake, hub) = fake(SHARDED).start(cache.path());
-    let folder = hub.fetch("owner/tiny").unwrap();
+    let folder = hub.fetch("owner/tiny", KNOWN).unwrap();
     let wanted = [
         "chat_template.jinja",
         "config.json",
@@ -151,10 +152,10 @@ fn repo_is_downloaded_once_and_then_found_offline() {
         assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), fake.files[name]);
     }
     let requests = fake.asked.lock().unwrap().len();
-    assert_eq!(hub.fetch("owner/tiny").unwrap(), folder);
+    assert_eq!(hub.fetch("owner/tiny", KNOWN).unwrap(), folder);
     assert_eq!(fake.asked.lock().unwrap().len(), requests, "no further request to the hub");
     let offline = Hub { offline: true, endpoint: "http://127.0.0.1:1".into(), ..hub };
-    assert_eq!(offline.fetch("owner/tiny").unwrap(), folder);
+    assert_eq!(offline.fetch("owner/tiny", KNOWN).unwrap(), folder);
 }
 
 /// Ctrl-C between two shards left a snapshot that looked like a model and failed to load.
@@ -162,10 +163,10 @@ fn repo_is_downloaded_once_and_then_found_offline() {
 fn incomplete_snapshot_downloads_only_missing_files() {
     let cache = tempfile::tempdir().unwrap();
     let (fake, hub) = fake(SHARDED).start(cache.path());
-    let folder = hub.fetch("owner/tiny").unwrap();
+    let folder = hub.fetch("owner/tiny", KNOWN).unwrap();
     std::fs::remove_file(folder.join("model-2.safetensors")).unwrap();
     fake.asked.lock().unwrap().clear();
-    assert_eq!(hub.fetch("owner/tiny").unwrap(), folder);
+    assert_eq!(hub.fetch("owner/tiny", KNOWN).unwrap(), folder);
     assert_eq!(fake.downloaded(), ["model-2.safetensors"]);
 }
 
@@ -222,7 +223,7 @@ fn interrupted_download_resumes() {
     std::fs::create_dir_all(&blobs).unwrap();
     // hf-hub replaces what follows the last dot of the blob's name.
     std::fs::write(blobs.join(blob).with_extension("part"), "{").unwrap();
-    let folder = hub.fetch("owner/tiny").unwrap();
+    let folder = hub.fetch("owner/tiny", KNOWN).unwrap();
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     assert_eq!(config, fake.files["config.json"]);
 }
@@ -231,7 +232,7 @@ fn interrupted_download_resumes() {
 fn failed_download_says_what_to_do() {
     let cache = tempfile::tempdir().unwrap();
     let check = |hub: &Hub, repo: &str, words: &str| {
-        let error = format!("{:#}", hub.fetch(repo).unwrap_err());
+        let error = format!("{:#}", hub.fetch(repo, KNOWN).unwrap_err());
         assert!(error.contains(words), "`{words}` is not in `{error}`");
     };
     let mut gated = fake(SHARDED);
@@ -242,7 +243,7 @@ fn failed_download_says_what_to_do() {
     check(&wrong, "owner/tiny", "the token in HF_TOKEN is not valid");
     check(&Hub { offline: true, ..hub.clone() }, "owner/tiny", "HF_HUB_OFFLINE");
     let right = Hub { token: Some("hf_right".into()), ..hub };
-    right.fetch("owner/tiny").unwrap();
+    right.fetch("owner/tiny", KNOWN).unwrap();
 
     let cache = tempfile::tempdir().unwrap();
     let (_, hub) = fake(&SHARDED[..2]).start(cache.path());
@@ -250,22 +251,6 @@ fn failed_download_says_what_to_do() {
     check(&hub, "owner/tiny", "no safetensors weights");
     let nowhere = Hub { endpoint: "http://127.0.0.1:1".into(), ..hub };
     check(&nowhere, "owner/tiny", "the download failed");
-}
-
-#[test]
-fn repo_ids_have_an_owner_and_a_name() {
-    for (text, expected) in [
-        ("mlx-community/Qwen3.5-4B-4bit", true),
-        ("owner/name/more", false),
-        ("./models/x", false),
-        ("/models/x", false),
-        ("../x", false),
-        ("name", false),
-        ("owner/", false),
-        ("owner/na me", false),
-    ] {
-        assert_eq!(is_repo_id(text), expected, "{text}");
-    }
 }
 
 #[test]
@@ -282,20 +267,113 @@ fn only_files_that_a_model_needs_are_downloaded() {
     }
 }
 
+/// A GGUF file of the architecture `name` with one tensor of zeros of `bytes` bytes. It is ASCII.
+pub fn gguf(name: &str, bytes: u64) -> Vec<u8> {
+    gguf_of(name, bytes, 0)
+}
+
+/// As [`gguf`], with the type `kind` of its tensor: 0 is F32, 16 is IQ2_XXS.
+fn gguf_of(name: &str, bytes: u64, kind: u32) -> Vec<u8> {
+    const U32: u32 = 4;
+    const TEXT: u32 = 8;
+    let mut file = b"GGUF".to_vec();
+    let text = |file: &mut Vec<u8>, text: &str| {
+        file.extend((text.len() as u64).to_le_bytes());
+        file.extend(text.as_bytes());
+    };
+    file.extend(3_u32.to_le_bytes());
+    // Tensors and keys.
+    file.extend(1_u64.to_le_bytes());
+    file.extend(4_u64.to_le_bytes());
+    text(&mut file, "general.architecture");
+    file.extend(TEXT.to_le_bytes());
+    text(&mut file, name);
+    for (key, value) in
+        [("block_count", 1_u32), ("embedding_length", 32), ("attention.head_count", 1)]
+    {
+        text(&mut file, &format!("{name}.{key}"));
+        file.extend(U32.to_le_bytes());
+        file.extend(value.to_le_bytes());
+    }
+    text(&mut file, "token_embd.weight");
+    file.extend(2_u32.to_le_bytes());
+    file.extend(32_u64.to_le_bytes());
+    file.extend((bytes / (32 * 4)).to_le_bytes());
+    file.extend(kind.to_le_bytes());
+    file.extend(0_u64.to_le_bytes());
+    let weights = file.len().next_multiple_of(32);
+    file.resize(weights + usize::try_from(bytes).unwrap(), 0);
+    file
+}
+
+/// A file of a repo as text.
+fn text(file: Vec<u8>) -> &'static str {
+    String::from_utf8(file).unwrap().leak()
+}
+
 #[test]
-fn gguf_files_are_models_by_their_name() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("tiny-q4_0.gguf");
-    fs::write(&file, "GGUF").unwrap();
-    let path = file.to_str().unwrap();
-    assert_eq!(named_as(path).unwrap(), NamedAs::Folder(file.clone()));
-    assert!(is_here(path).unwrap());
-    assert_eq!(name_of_folder(&file), "tiny-q4_0");
-    let error = named_as(folder.path().to_str().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("has no config.json; use the GGUF file in it"), "{error}");
-    assert!(error.contains("tiny-q4_0.gguf"), "{error}");
-    let other = folder.path().join("tiny.bin");
-    fs::write(&other, "x").unwrap();
-    let error = named_as(other.to_str().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("or a GGUF file"), "{error}");
+fn a_gguf_file_of_a_repo_is_downloaded_by_its_quantization() {
+    let cache = tempfile::tempdir().unwrap();
+    let (small, large) = (text(gguf("llama", 4096)), text(gguf("llama", 8192)));
+    let files = [("tiny-Q4_K_M.gguf", small), ("tiny-Q8_0.gguf", large), ("README.md", "no")];
+    let (fake, hub) = fake(&files).start(cache.path());
+    let file = hub.fetch("owner/tiny", KNOWN).unwrap();
+    assert_eq!(fake.downloaded(), ["tiny-Q4_K_M.gguf"]);
+    assert!(file.ends_with("tiny-Q4_K_M.gguf"), "{}", file.display());
+    assert_eq!(std::fs::read(&file).unwrap(), small.as_bytes());
+    assert_eq!(hub.cached("owner/tiny").unwrap(), file);
+    assert_eq!(hub.cached("owner/tiny:q4_k_m").unwrap(), file);
+    assert_eq!(hub.cached("owner/tiny:Q8_0"), None);
+    let other = hub.fetch("owner/tiny:Q8_0", KNOWN).unwrap();
+    assert_eq!(std::fs::read(&other).unwrap(), large.as_bytes());
+    assert_eq!(hub.cached("owner/tiny").unwrap(), file, "the default stays what it was");
+    let error = format!("{:#}", hub.plan("owner/tiny:Q6_K").unwrap_err());
+    assert!(error.contains("there is no GGUF file `Q6_K`; "), "{error}");
+}
+
+#[test]
+fn a_download_continues_after_the_header() {
+    let cache = tempfile::tempdir().unwrap();
+    let file = text(gguf("llama", 4096));
+    let (_, hub) = fake(&[("tiny-Q4_K_M.gguf", file)]).start(cache.path());
+    let plan = hub.plan("owner/tiny").unwrap();
+    assert_eq!(plan.bytes_here(), plan.bytes(), "the file is smaller than what is asked for first");
+    let mut reports = Vec::new();
+    hub.download(&plan, &mut |progress| reports.push(progress.done)).unwrap();
+    assert_eq!(reports, [plan.bytes()], "nothing is asked for twice");
+}
+
+/// `pull` downloaded all weights of a model that could not be loaded.
+#[test]
+fn what_cannot_be_loaded_is_refused_before_its_weights_are_downloaded() {
+    let config = ("config.json", r#"{"model_type": "florence2"}"#);
+    let weights = [("tokenizer.json", "{}"), ("model.safetensors", "weights")];
+    let safetensors = [config, weights[0], weights[1]];
+    let unknown = [("tiny-Q4_K_M.gguf", text(gguf("rwkv7", 4096)))];
+    let packed = [("tiny-Q4_K_M.gguf", text(gguf_of("llama", 4096, 19)))];
+    let damaged = [("tiny-Q4_K_M.gguf", "<html>")];
+    for (files, words) in [
+        (
+            &safetensors[..],
+            "owner/tiny: the family `florence2` is not supported; supported are: llama",
+        ),
+        (&unknown, "the architecture `rwkv7` is not supported; supported are: llama"),
+        (&packed, "has the type IQ1_S, which is not supported"),
+        (&damaged, "it is not a GGUF file"),
+    ] {
+        let cache = tempfile::tempdir().unwrap();
+        let (fake, hub) = fake(files).start(cache.path());
+        let error = format!("{:#}", hub.fetch("owner/tiny", KNOWN).unwrap_err());
+        assert!(error.contains(words), "`{words}` is not in {error}");
+        assert!(
+            !fake.downloaded().contains(&"model.safetensors".into()),
+            "{:?}",
+            fake.downloaded()
+        );
+        assert!(hub.cached("owner/tiny").is_none());
+        let blobs = hub.cache.join("models--owner--tiny/blobs");
+        let left: u64 =
+            std::fs::read_dir(blobs).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
+        assert!(left <= config.1.len() as u64, "{left} bytes are left");
+    }
 }

@@ -72,7 +72,7 @@ fn get_file(
     let _lock = folder.lock(&file.blob).with_context(context)?;
     let mut part = folder.open_part(&file.blob).map_err(HubError::Cache)?;
     let mut retries = 0;
-    while let Err(error) = append(client, plan, file, &mut part, report) {
+    while let Err(error) = append(client, plan, file, &mut part, u64::MAX, report) {
         if !error.is_passing() || retries == RETRIES {
             if matches!(error, HubError::Promise(_)) {
                 let _ = part.set_len(0);
@@ -94,12 +94,34 @@ fn get_file(
     Ok(())
 }
 
-/// Appends what is missing of `file` to `part`.
+/// Gets the first `bytes` of a file, or all of a shorter one; returns the unfinished file, which a download continues.
+///
+/// # Errors
+/// If the network fails, or another process downloads it.
+pub fn get_beginning(
+    client: &Client,
+    plan: &Plan,
+    file: &Wanted,
+    bytes: u64,
+) -> Result<File, Failure> {
+    let folder = &plan.folder;
+    let _lock =
+        folder.lock(&file.blob).with_context(|| format!("{} of {}", file.name, plan.repo_id))?;
+    let mut part = folder.open_part(&file.blob).map_err(HubError::Cache)?;
+    let bytes = bytes.min(file.size.unwrap_or(u64::MAX));
+    if part.metadata().map_err(HubError::Cache)?.len() < bytes {
+        append(client, plan, file, &mut part, bytes, &mut |_| {})?;
+    }
+    Ok(part)
+}
+
+/// Appends what is missing of `file` to `part`, or stops when that has `enough` bytes.
 fn append(
     client: &Client,
     plan: &Plan,
     file: &Wanted,
     part: &mut File,
+    enough: u64,
     report: &mut dyn FnMut(u64),
 ) -> Result<(), HubError> {
     let mut here = part.metadata().map_err(HubError::Cache)?.len();
@@ -157,12 +179,16 @@ fn append(
         return Err(HubError::Cache(std::io::Error::new(ErrorKind::StorageFull, problem)));
     }
     report(here);
-    client.read(&mut reply.body, left, &mut |bytes| {
+    let read = client.read(&mut reply.body, left, &mut |bytes| {
         part.write_all(bytes).map_err(HubError::Cache)?;
         here += bytes.len() as u64;
         report(here);
-        Ok(())
-    })?;
+        if here < enough { Ok(()) } else { Err(HubError::Enough) }
+    });
+    match read {
+        Err(HubError::Enough) => return Ok(()),
+        read => read?,
+    }
     if is_known && here < size {
         let problem = format!("it ended after {here} of {size} bytes");
         let ended = std::io::Error::new(ErrorKind::UnexpectedEof, problem);
