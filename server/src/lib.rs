@@ -26,7 +26,8 @@
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
 //! cache.rs     `steersman cache`: manages the prefix store
-//! local.rs     a server in this process, for `steersman chat` and `steersman run`
+//! talk.rs      which server `steersman chat` and `steersman run` talk to
+//! local.rs     a server in this process, for these
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
 //! doctor/      its parts: chosen settings, files and network, what a chip can reach, the report for others; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
@@ -70,10 +71,10 @@ pub mod serve;
 pub mod shutdown;
 pub mod signals;
 pub mod system;
+pub mod talk;
 pub mod telemetry;
 mod throttle;
 pub mod verify;
 pub mod wiring;
 
 pub use api::{app, app_with};
-pub use steersman_chat as talk;

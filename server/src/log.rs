@@ -14,8 +14,9 @@ use self::line::{Form, SpanFields};
 /// connection was lost.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,rmcp=off,ureq=warn";
 
-/// The default filter of commands whose output is for people.
-const WARNINGS: &str = "warn,rmcp=off";
+/// The default filter of commands whose output is for people. Beside a running server they have no database of policies,
+/// which none of them needs.
+const WARNINGS: &str = "warn,rmcp=off,steersman_policy_host::database=error";
 
 /// Logs to stderr.
 pub fn to_stderr() {

@@ -16,7 +16,6 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::bench::{model, shape};
 use steersman::config::FileConfig;
-use steersman::local::Local;
 use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
@@ -27,15 +26,14 @@ use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, exit, heap, keys, log, manage, serve,
-    talk, verify,
+    cache, calibrate, check, doctor, environment, exit, heap, keys, log, manage, serve, talk, verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{
     PolicyReport, Storage, compile_if_asked, create_private_folder, this_program,
 };
 use steersman_engine::{Engine, EngineThread, Info};
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::Runtime;
 
 /// Also MLX's: `override` exports its functions under the names of the C library's.
 #[cfg(all(feature = "mimalloc", target_os = "linux"))]
@@ -58,10 +56,10 @@ struct Cli {
 enum Command {
     /// Serve a model with OpenAI's chat API.
     Serve(Serve),
-    /// Chat with a model in the terminal: on a running server (--url), or loaded in this process.
+    /// Chat with a model in the terminal: on the server that runs, or loaded in this process.
     Chat(Chat),
-    /// Print the answer to one prompt, for pipes: from a running server (--url), or from a model loaded
-    /// in this process. Fails without a whole answer.
+    /// Print the answer to one prompt, or chat if there is none: on the server that runs, or with a model
+    /// loaded in this process. Fails without a whole answer.
     Run(Run),
     /// Report what this machine has, what the server chooses by it and why, and what to change.
     Doctor(Doctor),
@@ -155,8 +153,9 @@ struct Managed<T: Args> {
 struct Serve {
     #[command(flatten)]
     common: Common,
-    /// Model to serve: a local folder, or a Hugging Face repo id (owner/name), which is downloaded
-    /// once to the cache in HF_HOME; private and gated repos need HF_TOKEN
+    /// Model to serve: a local folder, a GGUF file, a short name (qwen3:4b, or qwen3 for the size that fits),
+    /// or a Hugging Face repo id (owner/name, for GGUF files owner/name:Q4_K_M). A repo is downloaded once
+    /// to the cache in HF_HOME; private and gated ones need HF_TOKEN
     #[arg(long, value_name = "PATH|REPO")]
     model: Option<String>,
     /// Address to listen on; with 0.0.0.0, which accepts connections from the network, set api_keys
@@ -170,8 +169,8 @@ struct Serve {
 /// Reasoning is dimmed; /help lists the commands. Lines are kept in `chat_history` in the data folder.
 #[derive(Args)]
 struct Chat {
-    /// Model: a name that the server at --url has, or else a local folder or a Hugging Face repo id
-    /// [default: the server's first model, or the configured one]
+    /// Model: a name that the server has, or else a local folder, a GGUF file, a Hugging Face repo id, or a
+    /// short name as qwen3:4b [default: the server's first model, or the configured one]
     #[arg(value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]
@@ -184,8 +183,8 @@ struct Chat {
 
 #[derive(Args)]
 struct Run {
-    /// Model: a name that the server at --url has, or else a local folder or a Hugging Face repo id, or
-    /// tiny-hybrid-4bit, which is bundled
+    /// Model: a name that the server has, or else a local folder, a GGUF file, a Hugging Face repo id, a
+    /// short name as qwen3:4b, or tiny-hybrid-4bit, which is bundled
     #[arg(value_name = "MODEL")]
     model: String,
     #[command(flatten)]
@@ -326,6 +325,12 @@ struct Place {
 }
 
 impl Common {
+    /// `server`, but none that runs if a device is chosen: that is one of this process.
+    fn server_to_ask(&self, server: talk::Server) -> talk::Server {
+        let local = server.local || (server.url.is_none() && self.device.is_some());
+        talk::Server { local, ..server }
+    }
+
     /// The configuration, with the options applied, and the data folder. Sets variables of the environment, so it is
     /// called before the program starts a thread.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
@@ -589,48 +594,33 @@ fn keys(options: Keys) -> Result<()> {
 fn chat(options: Chat) -> Result<()> {
     let Chat { model, server, options, common } = options;
     let history = common.place.clone().data_dir().ok().map(|folder| folder.join("chat_history"));
-    with_server(server, common, model, |runtime, client, model| {
-        talk::chat(runtime, client, talk::Session::new(model, options), history)
-    })
+    let server = common.server_to_ask(server);
+    talk::with_server(
+        &server,
+        model,
+        || common.read(None),
+        |runtime, client, model| {
+            talk::chat(runtime, client, talk::Session::new(model, options), history)
+        },
+    )
 }
 
 fn run(options: Run) -> Result<()> {
     let Run { model, once, server, options, common } = options;
-    with_server(server, common, Some(model), |runtime, client, model| {
-        // Not locked: the log of the engine's threads goes to stderr, too.
-        let (mut out, mut messages) = (std::io::stdout(), std::io::stderr());
-        runtime.block_on(talk::run(&client, &model, &options, &once, &mut out, &mut messages))
-    })
-}
-
-/// Calls `use_server` with a client of the server at --url or, without an address, of one in this process; and with the
-/// name by which it has `model`, empty for its first one.
-fn with_server(
-    server: talk::Server,
-    common: Common,
-    model: Option<String>,
-    use_server: impl FnOnce(&Runtime, talk::Client, String) -> Result<()>,
-) -> Result<()> {
-    // One thread besides this one: it closes connections while this one waits for the user.
-    let start_runtime = || {
-        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        runtime.context("starting the runtime")
-    };
-    if let Some(url) = server.url {
-        let client = talk::Client::new(&url, server.key.as_deref())?;
-        return use_server(&start_runtime()?, client, model.unwrap_or_default());
+    if !talk::is_prompted(&once) {
+        return chat(Chat { model: Some(model), server, options, common });
     }
-    // Its name in replies and lists is that of the only bundled model.
-    let model = model.map(|name| if name == bundled::NAME { String::new() } else { name });
-    let (file, data_dir) = common.read(model)?;
-    let runtime = start_runtime()?;
-    let local = Local::start(file, &data_dir)?;
-    let client = talk::Client::new(&local.url(), Some(local.key()))?;
-    let done = use_server(&runtime, client, local.model());
-    // Connections that the client keeps open would be waited for.
-    runtime.shutdown_background();
-    local.stop()?;
-    done
+    let server = common.server_to_ask(server);
+    talk::with_server(
+        &server,
+        Some(model),
+        || common.read(None),
+        |runtime, client, model| {
+            // Not locked: the log of the engine's threads goes to stderr, too.
+            let (mut out, mut messages) = (std::io::stdout(), std::io::stderr());
+            runtime.block_on(talk::run(&client, &model, &options, &once, &mut out, &mut messages))
+        },
+    )
 }
 
 fn doctor(options: Doctor) -> Result<()> {

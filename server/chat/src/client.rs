@@ -1,13 +1,14 @@
-//! The HTTP client: the models of a server, and streamed replies.
+//! The HTTP client: what answers at an address, the models of a server, and streamed replies.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use bytes::Bytes;
 use futures_util::StreamExt;
 use http::header::{AUTHORIZATION, CONTENT_TYPE};
-use http::{HeaderValue, Method, Request, Response};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
@@ -19,6 +20,9 @@ use sse_stream::SseStream;
 
 /// Time in which a connection must be opened.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// Time in which a server answers `/health`, which waits for nothing. Longer than a busy machine needs.
+const HEALTH: Duration = Duration::from_secs(10);
 
 /// Largest reply that is not streamed: a list of models or an error.
 const BODY_BYTES: usize = 16 << 20;
@@ -35,6 +39,44 @@ pub struct Client {
     http: HttpClient<HttpsConnector<HttpConnector>, Full<Bytes>>,
     url: String,
     key: Option<HeaderValue>,
+}
+
+/// What answers at an address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Presence {
+    /// No Steersman server, or one that cannot serve or ends.
+    Absent,
+    /// A server that loads its models: the one that is loaded now, if it says so.
+    Loading(Option<String>),
+    /// A server that answers requests.
+    Ready,
+}
+
+/// A response whose status is not success.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Its status.
+    pub status: StatusCode,
+    /// The server's words.
+    pub message: String,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.status, self.message)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// The address at which programs on this machine find the server that listens on `host` and `port`.
+pub fn url(host: &str, port: u16) -> String {
+    match host.parse::<IpAddr>() {
+        Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("http://127.0.0.1:{port}"),
+        Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("http://[::1]:{port}"),
+        Ok(IpAddr::V6(address)) => format!("http://[{address}]:{port}"),
+        _ => format!("http://{host}:{port}"),
+    }
 }
 
 /// A part of a reply.
@@ -80,12 +122,16 @@ impl fmt::Debug for Reply {
 }
 
 impl Client {
-    /// A client of the server at `url`, with or without `/v1` at its end.
+    /// A client of the server at `url`, with or without `http://` before it and `/v1` at its end.
     ///
     /// # Errors
     /// If the address is not one of HTTP, or the key cannot be sent.
     pub fn new(url: &str, key: Option<&str>) -> Result<Self> {
-        let url = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
+        let url = url.trim_end_matches('/').trim_end_matches("/v1");
+        let url = match url.contains("://") {
+            true => url.to_owned(),
+            false => format!("http://{url}"),
+        };
         let uri: http::Uri = url.parse().with_context(|| format!("the address {url}"))?;
         if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
             bail!("{url} is not an address: write it as http://HOST:PORT");
@@ -112,6 +158,24 @@ impl Client {
     /// The server's address.
     pub fn url(&self) -> &str {
         &self.url
+    }
+
+    /// What answers at the address. Does not send the key.
+    pub async fn presence(&self) -> Presence {
+        let health = async {
+            let unknown = Self { key: None, ..self.clone() };
+            let response = unknown.request(Method::GET, "/health", None, None).await.ok()?;
+            unknown.json(response).await.ok()
+        };
+        let Ok(Some(health)) = tokio::time::timeout(HEALTH, health).await else {
+            return Presence::Absent;
+        };
+        match health["status"].as_str() {
+            Some("loading") => Presence::Loading(health["model"].as_str().map(str::to_owned)),
+            // Other servers have a status, but no engines.
+            Some("ok") if health["engines"].is_array() => Presence::Ready,
+            _ => Presence::Absent,
+        }
     }
 
     /// Names of the models, and `model@profile` for each profile but `default`.
@@ -151,6 +215,23 @@ impl Client {
         body: Option<&Value>,
         profile: Option<&str>,
     ) -> Result<Response<Incoming>> {
+        let response = self.request(method, path, body, profile).await?;
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response);
+        }
+        let json = self.json(response).await.with_context(|| status.to_string())?;
+        bail!(Refused { status, message: message(&json) });
+    }
+
+    /// A response of any status.
+    async fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+        profile: Option<&str>,
+    ) -> Result<Response<Incoming>> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
         if let Some(key) = &self.key {
             request = request.header(AUTHORIZATION, key);
@@ -164,16 +245,10 @@ impl Client {
         let body = body.map(Value::to_string).unwrap_or_default();
         let request = request.body(Full::from(body)).context("this request cannot be sent")?;
         let response = self.http.request(request).await;
-        let response = response.map_err(|error| {
+        response.map_err(|error| {
             let advice = if error.is_connect() { ": is a server running there?" } else { "" };
             anyhow!(error).context(format!("{}{advice}", self.url))
-        })?;
-        if response.status().is_success() {
-            return Ok(response);
-        }
-        let status = response.status();
-        let json = self.json(response).await.with_context(|| status.to_string())?;
-        bail!("{status}: {}", message(&json));
+        })
     }
 
     async fn json(&self, response: Response<Incoming>) -> Result<Value> {

@@ -1,15 +1,15 @@
 //! `steersman chat` and `steersman run`: clients of a running server, over OpenAI's chat completions.
 //!
 //! ```text
-//! client.rs    HTTP: models, and the pieces of a streamed reply
+//! client.rs    HTTP: what answers, models, and the pieces of a streamed reply
 //! session.rs   the conversation, and the commands of the chat
 //! screen.rs    prints replies: reasoning dimmed or folded, speed
 //! terminal.rs  `chat`: reads lines, Ctrl-C stops a reply
 //! once.rs      `run`: one prompt, for pipes
 //! ```
 //!
-//! The crate links no MLX and knows no engine: the server starts one in its process if no address is given, and is asked
-//! over HTTP like any other.
+//! The crate links no MLX and knows no engine: `steersman` chooses the server, perhaps one in its own process, which is
+//! asked over HTTP like any other.
 
 mod client;
 mod once;
@@ -21,8 +21,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-pub use client::{Client, End, Piece, Reply};
-pub use once::run;
+pub use client::{Client, End, Piece, Presence, Refused, Reply, url};
+pub use once::{is_prompted, run};
 pub use screen::Screen;
 pub use session::{Command, Session};
 pub use terminal::chat;
@@ -30,13 +30,16 @@ pub use terminal::chat;
 /// Where the server is.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Server {
-    /// Address of a running server, for instance http://127.0.0.1:11436. Without one, the model is
-    /// loaded in this process
+    /// Address of a running server, for instance 127.0.0.1:11436 [default: the server that runs at the
+    /// configured address, if it has the model, or else one in this process]
     #[arg(long, value_name = "URL", env = "STEERSMAN_URL")]
     pub url: Option<String>,
-    /// A key of that server
+    /// A key of that server [default: the first of server.api_keys in the configuration]
     #[arg(long, value_name = "KEY", env = "STEERSMAN_API_KEY", hide_env_values = true)]
     pub key: Option<String>,
+    /// Load the model in this process, whatever server runs
+    #[arg(long)]
+    pub local: bool,
 }
 
 /// Options of both commands.
@@ -62,7 +65,8 @@ pub struct Options {
 /// Options of `run` only.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Once {
-    /// The prompt; `-` or none reads it from standard input
+    /// The prompt; `-` reads it from standard input, and so does none, but on a terminal, where a chat
+    /// begins
     pub prompt: Option<String>,
     /// File with a JSON schema that the answer follows
     #[arg(long, value_name = "FILE")]

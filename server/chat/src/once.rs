@@ -72,6 +72,12 @@ pub async fn run(
     Ok(())
 }
 
+/// Whether `run` has a prompt, and otherwise opens a chat: none is given, and both ends are a terminal.
+pub fn is_prompted(once: &Once) -> bool {
+    let on_terminal = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
+    once.prompt.is_some() || once.json_schema.is_some() || !on_terminal
+}
+
 /// The prompt of the command line or of standard input.
 fn prompt(argument: Option<&str>) -> Result<String> {
     let prompt = match argument {

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use steersman_chat::{Client, End, Once, Options, Piece, run};
+use steersman_chat::{Client, End, Once, Options, Piece, Presence, run};
 use tokio::runtime::{Builder, Runtime};
 
 /// How a written response ends.
@@ -216,9 +216,61 @@ fn a_missing_server_and_a_wrong_address_are_named() {
         error.contains(&address.to_string()) && error.contains("is a server running"),
         "{error}"
     );
-    for wrong in ["localhost:11436", "ftp://host", "not an address"] {
+    for wrong in ["ftp://host", "not an address", "http://", ""] {
         assert!(Client::new(wrong, None).is_err(), "{wrong}");
     }
+}
+
+#[test]
+fn an_address_needs_no_scheme() {
+    let list = json!({"data": [{"id": "m"}]}).to_string();
+    let (url, _sees) = server(vec![(response("200 OK", "application/json", &list), Then::Close)]);
+    let client = Client::new(url.trim_start_matches("http://"), None).unwrap();
+    assert_eq!(runtime().block_on(client.models()).unwrap(), ["m"]);
+}
+
+#[test]
+fn a_server_that_listens_everywhere_is_found_on_this_machine() {
+    for (host, expected) in [
+        ("127.0.0.1", "http://127.0.0.1:7"),
+        ("0.0.0.0", "http://127.0.0.1:7"),
+        ("::", "http://[::1]:7"),
+        ("::1", "http://[::1]:7"),
+        ("box.lan", "http://box.lan:7"),
+    ] {
+        assert_eq!(steersman_chat::url(host, 7), expected);
+    }
+}
+
+/// Another program may listen at the address, and is no server to talk to. None is told the key.
+#[test]
+fn only_a_steersman_server_is_present() {
+    let ready = json!({"status": "ok", "engines": []});
+    let loading = json!({"status": "loading", "model": "m"});
+    let foreign = json!({"status": "ok"});
+    let (ok, busy) = ("200 OK", "503 Service Unavailable");
+    let (url, sees) = server(vec![
+        (response(ok, "application/json", &ready.to_string()), Then::Close),
+        (response(busy, "application/json", &loading.to_string()), Then::Close),
+        (response(busy, "application/json", r#"{"status": "draining"}"#), Then::Close),
+        (response(ok, "application/json", &foreign.to_string()), Then::Close),
+        (response(ok, "text/html", "<html>"), Then::Close),
+    ]);
+    let client = Client::new(&url, Some("secret")).unwrap();
+    for expected in [
+        Presence::Ready,
+        Presence::Loading(Some("m".into())),
+        Presence::Absent,
+        Presence::Absent,
+        Presence::Absent,
+    ] {
+        assert_eq!(runtime().block_on(client.presence()), expected);
+        let (head, _) = next_request(&sees);
+        assert!(head.starts_with("get /health ") && !head.contains("secret"), "{head}");
+    }
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let client = Client::new(&address.to_string(), None).unwrap();
+    assert_eq!(runtime().block_on(client.presence()), Presence::Absent);
 }
 
 #[test]

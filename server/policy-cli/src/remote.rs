@@ -35,7 +35,9 @@ pub struct Server {
 impl Server {
     /// A client of the server: at `url`, unless the command names another address.
     pub fn at(&self, url: &str) -> Client {
-        Client { url: self.url.clone().unwrap_or_else(|| url.into()), key: self.key.clone() }
+        let url = self.url.as_deref().unwrap_or(url);
+        let scheme = if url.contains("://") { "" } else { "http://" };
+        Client { url: format!("{scheme}{url}"), key: self.key.clone() }
     }
 }
 

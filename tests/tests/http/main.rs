@@ -35,6 +35,7 @@ mod rerank;
 mod responses;
 mod round_trip;
 mod structure;
+mod talk;
 mod tolerance;
 
 use std::path::Path;

@@ -126,6 +126,7 @@ const HOUSES: [House; 3] = [
             ("shutdown", ""),
             ("signals", ""),
             ("system", ""),
+            ("talk", "bundled config local"),
             ("telemetry", ""),
             ("throttle", ""),
             ("verify", "config hub"),

@@ -1,0 +1,155 @@
+//! `steersman chat` and `steersman run`: which server they talk to.
+//!
+//! The server at `--url`. Or else the server that runs at the configured address, if it has the model: a second copy of
+//! a large model would not fit beside the first. Or else one in this process.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use secrecy::ExposeSecret;
+pub use steersman_chat::*;
+use steersman_models::named::same_model;
+use tokio::runtime::{Builder, Runtime};
+
+use crate::bundled;
+use crate::config::FileConfig;
+use crate::local::Local;
+
+/// Time between two looks at a server that loads its models.
+const LOADING_PAUSE: Duration = Duration::from_millis(500);
+
+/// A server, and the name by which it has the model; empty for its first one.
+type Served = (Client, String);
+
+/// Calls `use_server` with a client of the server to talk to, and with the name by which that has `model`. `read`
+/// returns the configuration and the data folder; it is not called if `server` has an address.
+///
+/// # Errors
+/// If no server can be reached or started, or the server that runs requires a key; and the errors of `use_server`.
+pub fn with_server(
+    server: &Server,
+    model: Option<String>,
+    read: impl FnOnce() -> Result<(FileConfig, PathBuf)>,
+    use_server: impl FnOnce(&Runtime, Client, String) -> Result<()>,
+) -> Result<()> {
+    if let Some(url) = server.url.as_ref().filter(|_| !server.local) {
+        let (client, runtime) = (Client::new(url, server.key.as_deref())?, runtime()?);
+        // A short name may be served under another one.
+        let served = match &model {
+            Some(name) => {
+                runtime.block_on(client.models()).ok().and_then(|all| name_in(&all, name))
+            }
+            None => None,
+        };
+        return use_server(&runtime, client, served.or(model).unwrap_or_default());
+    }
+    // Before there is a thread: it may set variables of the environment.
+    let (file, data_dir) = read()?;
+    let runtime = runtime()?;
+    if !server.local {
+        let running = runtime.block_on(running(&file, server.key.as_deref(), model.as_deref()))?;
+        if let Some((client, name)) = running {
+            return use_server(&runtime, client, name);
+        }
+    }
+    in_this_process(file, &data_dir, runtime, model, use_server)
+}
+
+/// One thread besides the main one: it closes connections while that one waits for the user.
+fn runtime() -> Result<Runtime> {
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.context("starting the runtime")
+}
+
+/// Starts a server in this process and uses it.
+fn in_this_process(
+    mut file: FileConfig,
+    data_dir: &Path,
+    runtime: Runtime,
+    model: Option<String>,
+    use_server: impl FnOnce(&Runtime, Client, String) -> Result<()>,
+) -> Result<()> {
+    if let Some(model) = model {
+        // Its name in replies and lists is that of the only bundled model.
+        file.model.path = if model == bundled::NAME { String::new() } else { model };
+    }
+    let local = Local::start(file, data_dir)?;
+    let client = Client::new(&local.url(), Some(local.key()))?;
+    let done = use_server(&runtime, client, local.model());
+    // Connections that the client keeps open would be waited for.
+    runtime.shutdown_background();
+    local.stop()?;
+    done
+}
+
+/// The server that runs at the configured address, if it has `model`, or any if that is none. Says in one line on stderr
+/// which it is, if somebody reads that, and in any case why it is not used.
+///
+/// # Errors
+/// If it requires a key that is not known here.
+async fn running(
+    file: &FileConfig,
+    key: Option<&str>,
+    model: Option<&str>,
+) -> Result<Option<Served>> {
+    let url = url(&file.server.host, file.server.port);
+    let configured = file.server.api_keys.first().map(|key| key.expose_secret());
+    // No server listens on port 0. Another key cannot be one of this server.
+    let Ok(client) = Client::new(&url, key.or(configured)) else { return Ok(None) };
+    if file.server.port == 0 || !is_ready(&client).await {
+        return Ok(None);
+    }
+    let models = client.models().await.map_err(|error| {
+        let is_locked = error.downcast_ref().is_some_and(|error: &Refused| error.status == 401);
+        if !is_locked {
+            return error.context(format!("asking the server at {url} for its models"));
+        }
+        error.context(format!(
+            "the server that runs at {url} requires a key: name one with --key or \
+             STEERSMAN_API_KEY, or load the model in this process with --local"
+        ))
+    })?;
+    let mut stderr = std::io::stderr();
+    let Some(model) = model else { return Ok(Some((client, String::new()))) };
+    let Some(name) = name_in(&models, model) else {
+        // Nobody may read it.
+        let _ = writeln!(
+            stderr,
+            "the server at {url} does not serve {model}, so it is loaded in this process; to have the server load it \
+             on demand, add it to [models] of its configuration"
+        );
+        return Ok(None);
+    };
+    if stderr.is_terminal() {
+        let _ = writeln!(stderr, "{name} on the server at {url}");
+    }
+    Ok(Some((client, name)))
+}
+
+/// Whether a server answers. Waits for one that loads its models.
+async fn is_ready(client: &Client) -> bool {
+    let mut is_said = false;
+    loop {
+        match client.presence().await {
+            Presence::Ready => return true,
+            Presence::Absent => return false,
+            Presence::Loading(model) => {
+                if !std::mem::replace(&mut is_said, true) {
+                    let model = model.unwrap_or_else(|| "its models".into());
+                    let line =
+                        format!("waiting for the server at {}: it loads {model}", client.url());
+                    let _ = writeln!(std::io::stderr(), "{line}");
+                }
+                tokio::time::sleep(LOADING_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// The name among `models` of the model that a user calls `name`.
+fn name_in(models: &[String], name: &str) -> Option<String> {
+    let exact = models.iter().find(|known| *known == name);
+    exact.or_else(|| models.iter().find(|known| same_model(known, name))).cloned()
+}

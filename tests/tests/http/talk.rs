@@ -1,0 +1,104 @@
+//! `steersman chat` and `steersman run` beside a running server.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use steersman::config::FileConfig;
+use steersman::talk::{Server, with_server};
+
+use crate::*;
+
+/// A served model whose name is a path at which nothing is: loading it in this process is an error.
+const ABSENT: &str = "./absent.gguf";
+
+/// A running server with `model`; returns its configuration file.
+async fn running(model: &str, keys: &[&str]) -> FileConfig {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let keys = format!("{keys:?}");
+    let text = format!("[server]\nport = {port}\napi_keys = {keys}\n");
+    let file = FileConfig::parse(&text).unwrap();
+    let (engine, _) = engine_of(model, 8, answer);
+    let app = steersman::app(engine, &file.server);
+    tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+    file
+}
+
+/// Asks for `model` as the commands do. Returns the address and the name that they would use.
+async fn talk(file: &FileConfig, server: Server, model: Option<&str>) -> Result<(String, String)> {
+    let (file, model) = (file.clone(), model.map(str::to_string));
+    let ask = move || {
+        let data = tempfile::tempdir().unwrap();
+        let read = || Ok((file, PathBuf::from(data.path())));
+        let mut asked = None;
+        with_server(&server, model, read, |runtime, client, model| {
+            // The server answers this client.
+            runtime.block_on(client.models())?;
+            asked = Some((client.url().to_string(), model));
+            Ok(())
+        })?;
+        Ok(asked.unwrap())
+    };
+    tokio::task::spawn_blocking(ask).await.unwrap()
+}
+
+/// They loaded a second copy of the model beside the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_talk_to_the_server_that_runs() {
+    let file = running("qwen3:4b", &[]).await;
+    let url = format!("http://127.0.0.1:{}", file.server.port);
+    for (asked, expected) in [
+        (Some("qwen3:4b"), "qwen3:4b"),
+        (Some("qwen3"), "qwen3:4b"),
+        (Some("mlx-community/Qwen3-4B-4bit"), "qwen3:4b"),
+        // The server's first model.
+        (None, ""),
+    ] {
+        let found = talk(&file, Server::default(), asked).await.unwrap();
+        assert_eq!(found, (url.clone(), expected.to_string()), "{asked:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_that_is_named_needs_no_configuration_and_no_scheme() {
+    let file = running("qwen3:4b", &["sk-a"]).await;
+    let address = format!("127.0.0.1:{}", file.server.port);
+    let named = Server { url: Some(address.clone()), key: Some("sk-a".into()), local: false };
+    let other = FileConfig::default();
+    let (url, model) = talk(&other, named, Some("QWEN3:4b")).await.unwrap();
+    assert_eq!((url, model.as_str()), (format!("http://{address}"), "qwen3:4b"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_key_is_that_of_the_configuration_or_asked_for() {
+    let file = running("owner/tiny", &["sk-a"]).await;
+    assert!(talk(&file, Server::default(), Some("owner/tiny")).await.is_ok());
+    let mut without = file.clone();
+    without.server.api_keys.clear();
+    let error = talk(&without, Server::default(), Some("owner/tiny")).await.unwrap_err();
+    let error = format!("{error:#}");
+    for words in ["requires a key", "--key", "--local", "401"] {
+        assert!(error.contains(words), "`{words}` is not in {error}");
+    }
+    let key = Server { key: Some("sk-a".into()), ..Server::default() };
+    assert!(talk(&without, key, Some("owner/tiny")).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_is_loaded_in_this_process_if_no_server_has_it_or_that_is_asked_for() {
+    let file = running(ABSENT, &[]).await;
+    assert_eq!(talk(&file, Server::default(), Some(ABSENT)).await.unwrap().1, ABSENT);
+    let local = Server { local: true, ..Server::default() };
+    let error = |asked: Result<_>| format!("{:#}", asked.map(drop).unwrap_err());
+    let asked = talk(&file, local, Some(ABSENT)).await;
+    assert_eq!(error(asked), "./absent.gguf does not exist");
+    let asked = talk(&file, Server::default(), Some("./other.gguf")).await;
+    assert_eq!(error(asked), "./other.gguf does not exist");
+    // Nobody listens at this address.
+    let mut nowhere = FileConfig::default();
+    nowhere.server.port = 0;
+    assert_eq!(
+        error(talk(&nowhere, Server::default(), Some(ABSENT)).await),
+        "./absent.gguf does not exist"
+    );
+}
