@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Chats with the bundled model through a pseudo-terminal, as a user does.
+"""Chats with the bundled model through a pseudo-terminal, as a user does: in the process, and on a running server.
 
     cargo build --bin steersman
     tests/chat.py [BINARY]
@@ -13,10 +13,12 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +76,7 @@ class Terminal:
 
 
 def chat(binary: str, work: Path, env: dict[str, str]) -> None:
-    terminal = Terminal([binary, "chat", "--temperature", "0"], env)
+    terminal = Terminal([binary, "chat", "--local", "--temperature", "0"], env)
     terminal.expect("tiny-hybrid-4bit at http://127.0.0.1:")
     terminal.enter("What is the capital of Italy?")
     terminal.expect(r"The capital of Italy is Rome\.")
@@ -133,7 +135,7 @@ def chat(binary: str, work: Path, env: dict[str, str]) -> None:
 
 def run(binary: str, work: Path, env: dict[str, str]) -> None:
     def ask(*arguments: str, stdin: str = "", status: int = 0) -> subprocess.CompletedProcess:
-        command = [binary, "run", "tiny-hybrid-4bit", "--temperature", "0", *arguments]
+        command = [binary, "run", "--local", "tiny-hybrid-4bit", "--temperature", "0", *arguments]
         done = subprocess.run(command, input=stdin, env=env, text=True, capture_output=True, timeout=PATIENCE)
         assert done.returncode == status, done
         return done
@@ -157,13 +159,56 @@ def run(binary: str, work: Path, env: dict[str, str]) -> None:
     assert done.stdout == "" and "no answer" in done.stderr, done
 
 
+def get(url: str, key: str = "", body: dict | None = None) -> str:
+    data = json.dumps(body).encode() if body is not None else None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        return response.read().decode()
+
+
+def served(binary: str, work: Path, env: dict[str, str]) -> None:
+    """The commands talk to the server that runs, and its link makes an operator."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config, url = work / "served.toml", f"http://127.0.0.1:{port}"
+    config.write_text(f"[server]\nport = {port}\n")
+    server = Terminal([binary, "serve", "--config", str(config)], env)
+    server.expect("Steersman serves tiny-hybrid-4bit")
+    token = server.expect(r"once, at " + re.escape(url) + r"/#/enter/[\w-]+").rsplit("/", 1)[1]
+    key = json.loads(get(f"{url}/v1/session", body={"token": token}))["key"]
+    assert json.loads(get(f"{url}/v1/profiles", key))["access"]["key"] == "operator"
+    assert token not in server.shown[server.seen :], "the log has the token"
+
+    command = [binary, "run", "tiny-hybrid-4bit", "--config", str(config), "--temperature", "0"]
+    done = subprocess.run([*command, "What is the capital of Italy?"], env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
+    # Without a prompt a terminal gets a chat.
+    terminal = Terminal(command, env)
+    terminal.expect(re.escape(f"tiny-hybrid-4bit at {url}"))
+    terminal.enter("What is the capital of France?")
+    terminal.expect("Paris")
+    terminal.expect("> ")
+    terminal.press(b"\x04")
+    assert terminal.end() == 0, terminal.shown
+    # Another model is loaded in the process, and that is said.
+    absent = [*command[:2], "./absent.gguf", *command[3:], "Hi"]
+    done = subprocess.run(absent, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    said = f"the server at {url} does not serve ./absent.gguf"
+    assert done.returncode == 1 and said in done.stderr and "./absent.gguf does not exist" in done.stderr, done
+    assert 'requests_total{status="2xx"} 2' in get(f"{url}/metrics"), "the server answered both"
+    server.press(b"\x03")
+    assert server.end() == 0, server.shown
+
+
 def main() -> None:
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
     binary = sys.argv[1] if len(sys.argv) > 1 else str(target / "debug/steersman")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         env = {"HOME": folder, "TERM": "xterm", "STEERSMAN_DATA_DIR": str(work / "data")}
-        for check in (chat, run):
+        for check in (chat, run, served):
             start = time.monotonic()
             check(binary, work, env)
             print(f"{check.__name__}: {time.monotonic() - start:.1f} s")

@@ -1,6 +1,6 @@
 // The frame: which view is open, the key, the theme, and whether the server answers.
 
-import { get, key, ApiError } from "./api.js";
+import { get, key, post, ApiError } from "./api.js";
 import { h, text, notice } from "./dom.js";
 import { requests } from "./requests.js";
 import { life } from "./life.js";
@@ -69,6 +69,25 @@ async function begin() {
   show();
 }
 
+/** Exchanges the token of the link that the server printed, `#/enter/TOKEN`, for an operator's key. The address loses it first. Returns what is wrong, if anything. */
+async function enter() {
+  const [, name, token] = location.hash.split("/");
+  if (name !== "enter") return null;
+  history.replaceState(null, "", "#/requests");
+  try {
+    key.set((await post("/v1/session", { token })).key);
+    return null;
+  } catch (error) {
+    return error.message;
+  }
+}
+
+async function start() {
+  const problem = await enter();
+  await begin();
+  if (problem) askForKey(problem);
+}
+
 // The key.
 
 const dialog = document.querySelector("#key-dialog");
@@ -135,10 +154,10 @@ document.addEventListener("keydown", (event) => {
   const name = Object.keys(VIEWS)[Number(event.key) - 1];
   if (!typing && name && !event.ctrlKey && !event.metaKey && !event.altKey) location.hash = `#/${name}`;
 });
-window.addEventListener("hashchange", () => state.access && show());
+window.addEventListener("hashchange", () => (location.hash.startsWith("#/enter/") ? start() : state.access && show()));
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
 
-begin();
+start();

@@ -111,7 +111,7 @@ export function requests(element, state) {
   const none = empty("No request yet", "Send one from the chat, or with any client of OpenAI's, Anthropic's or Ollama's API.");
   const hint = !state.isOperator && notice("info", h("p", {}, state.access.operators
     ? "This key sees numbers. An operator's key also opens each request: its text as it streams, and every policy decision."
-    : "Set server.admin_keys to open each request: its text as it streams, and every policy decision."));
+    : "An operator opens each request: its text as it streams, and every policy decision. Create a key with: steersman keys create me --operator"));
   const rate = tile("Tokens per second", "rate");
   rate.append(spark);
   element.append(

@@ -14,6 +14,7 @@
 //! check.rs     `steersman check`: finds problems of a configuration
 //! reload.rs    what SIGHUP changes
 //! keys.rs      `steersman keys`: keys in the data folder
+//! link.rs      the one-time link that makes the owner of a local server its operator
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! shutdown.rs  tells running requests when they must end
@@ -59,6 +60,7 @@ pub mod exit;
 pub mod heap;
 pub mod hub;
 pub mod keys;
+pub mod link;
 pub mod local;
 pub mod log;
 pub mod manage;

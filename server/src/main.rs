@@ -26,7 +26,8 @@ use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    cache, calibrate, check, doctor, environment, exit, heap, keys, log, manage, serve, talk, verify,
+    cache, calibrate, check, doctor, environment, exit, heap, keys, link, log, manage, serve, talk,
+    verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{
@@ -466,11 +467,11 @@ fn serve(options: Serve) -> Result<()> {
     apply(&mut file);
     let (server, config) = file.check()?;
     let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
-    let wiring = Wiring {
+    let mut wiring = Wiring {
         keys: Some(Arc::new(keys::KeyFile::open(&data_dir)?)),
         responses: Some(data_dir.join("responses")),
         reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
-        hub: None,
+        ..Wiring::default()
     };
 
     let runtime = Runtime::new().context("starting the runtime")?;
@@ -491,6 +492,11 @@ fn serve(options: Serve) -> Result<()> {
     if !address.ip().is_loopback() && server.api_keys.is_empty() && !wiring.has_key() {
         tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
     }
+    let offered = link::offer(address, &server, wiring.has_created_keys())?;
+    let console = offered.map(|(link, url)| {
+        wiring.link = Some(Arc::new(link));
+        url
+    });
     // Answers 503 while the models are loaded.
     let loaded_app = Arc::new(OnceLock::new());
     let (loaded, models) = tokio::sync::oneshot::channel::<Models>();
@@ -551,6 +557,9 @@ fn serve(options: Serve) -> Result<()> {
     );
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
+    if let Some(url) = console {
+        let _ = writeln!(std::io::stdout(), "Open the console as its operator, once, at {url}");
+    }
     for PolicyReport { name, problem, is_pending, .. } in inactive {
         let problem = problem.map(|problem| problem.message).unwrap_or_default();
         let next = match is_pending {

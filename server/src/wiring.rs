@@ -7,12 +7,15 @@ use steersman_models::hub::Hub;
 
 use crate::config::Reloads;
 use crate::keys::{KeyFile, Opens};
+use crate::link::Link;
 
 /// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
 #[derive(Debug, Clone, Default)]
 pub struct Wiring {
     /// Keys besides those of the configuration, which change while the server runs.
     pub keys: Option<Arc<KeyFile>>,
+    /// The link that makes the owner of the server its operator.
+    pub link: Option<Arc<Link>>,
     /// The folder where responses are stored.
     pub responses: Option<PathBuf>,
     /// Tells of changes of the configuration.
@@ -22,6 +25,11 @@ pub struct Wiring {
 }
 
 impl Wiring {
+    /// Whether a key was created, perhaps a revoked one.
+    pub fn has_created_keys(&self) -> bool {
+        self.keys.as_ref().is_some_and(|file| !file.keys().keys.is_empty())
+    }
+
     /// Whether a key was created that opens all profiles.
     pub fn has_key(&self) -> bool {
         let created = self.keys.as_ref().map(|file| file.keys()).unwrap_or_default();

@@ -23,6 +23,7 @@ use tokio::time::{Instant, sleep_until};
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
 use crate::keys::{self, KeyDigest, KeyFile, Opens};
+use crate::link::Link;
 use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
 
@@ -41,6 +42,8 @@ pub struct Access {
     keys: RwLock<Arc<Keys>>,
     sources: Mutex<Sources>,
     file: Option<Arc<KeyFile>>,
+    /// Makes who has read it an operator.
+    link: Option<Arc<Link>>,
     failures: Failures,
 }
 
@@ -143,14 +146,15 @@ impl Sources {
 }
 
 impl Access {
-    /// The keys of `config` and those of `file`.
-    pub fn new(config: &ServerConfig, file: Option<Arc<KeyFile>>) -> Self {
+    /// The keys of `config`, of `file` and of `link`.
+    pub fn new(config: &ServerConfig, file: Option<Arc<KeyFile>>, link: Option<Arc<Link>>) -> Self {
         let created = file.as_ref().map(|file| file.keys()).unwrap_or_default();
         let sources = Sources { configured: Keys::new(config), created };
         Self {
             keys: RwLock::new(Arc::new(sources.merged())),
             sources: Mutex::new(sources),
             file,
+            link,
             failures: Failures::default(),
         }
     }
@@ -196,6 +200,8 @@ impl Access {
         };
         let known = self.keys();
         let (operator, all_profiles) = (is_among(&known.admin_keys), is_among(&known.server_keys));
+        let of_link = self.link.as_ref().zip(key.as_ref());
+        let operator = of_link.is_some_and(|(link, key)| link.opens(key)) | operator;
         let of_profile = known.profiles.iter().fold(None, |found, (name, gate)| {
             if is_among(&gate.keys) { Some(Caller::Profile(name.clone())) } else { found }
         });
@@ -230,6 +236,11 @@ impl Access {
         }
     }
 
+    /// The operator's key for the token of the link; `None` if there is no link with this token that was not used.
+    pub fn exchange(&self, token: &str) -> Option<String> {
+        self.link.as_ref()?.exchange(token)
+    }
+
     /// Waits before the answer to a wrong key.
     pub async fn pause(&self) {
         self.failures.pause().await;
@@ -237,14 +248,14 @@ impl Access {
 
     /// Whether there are operators.
     pub fn has_operators(&self) -> bool {
-        self.keys().has_operators
+        self.link.is_some() || self.keys().has_operators
     }
 
     /// Rejects callers that are not operators: 403 if the server has no operators, or else 401.
     pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
         match caller {
             Caller::Operator => Ok(()),
-            _ if !self.keys().has_operators => Err(ApiError::no_operators()),
+            _ if !self.has_operators() => Err(ApiError::no_operators()),
             _ => Err(ApiError::not_an_operator()),
         }
     }

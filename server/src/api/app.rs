@@ -68,14 +68,14 @@ impl App {
     /// # Panics
     /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
     pub fn new(models: Models, config: &ServerConfig, wiring: Wiring) -> Arc<Self> {
-        let Wiring { keys, responses, reloads, hub } = wiring;
+        let Wiring { keys, link, responses, reloads, hub } = wiring;
         let lifetime = Duration::from_secs(config.responses_days * 86_400);
         let folder = responses.as_ref().filter(|_| config.responses_bytes > 0);
         let store = folder
             .map(|folder| Arc::new(ResponseStore::open(folder, config.responses_bytes, lifetime)));
         let app = Arc::new(Self {
             models,
-            access: Access::new(config, keys),
+            access: Access::new(config, keys, link),
             metrics: Arc::default(),
             origins: Origins::new(config),
             refusals: Throttle::default(),

@@ -239,10 +239,19 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_admin_key", "", message)
     }
 
+    /// The token of another link than this server's, or of one that was used.
+    pub fn link_refused() -> Self {
+        let message = "the link is not one of this server, or was used before: links work once, until the server \
+                       ends. Restart the server for another, or create a key with \
+                       `steersman keys create NAME --operator`";
+        let kind = "authentication_error";
+        Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_link", "", message)
+    }
+
     /// An operation for operators, on a server without operators.
     pub fn no_operators() -> Self {
-        let message = "an operator's key is required, but this server has none: set \
-                       server.admin_keys in its configuration";
+        let message = "an operator's key is required, but this server has none: create one with \
+                       `steersman keys create NAME --operator`, or set server.admin_keys in its configuration";
         Self::new(StatusCode::FORBIDDEN, "permission_error", "admin_keys_not_set", "", message)
     }
 

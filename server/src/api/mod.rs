@@ -48,6 +48,7 @@ mod rounds;
 mod route;
 mod sampling;
 mod schema;
+mod session;
 mod span;
 mod structure;
 mod tokens;
@@ -137,6 +138,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/openapi.json", get(operations::json))
         .route("/docs", get(openapi::page))
         .route("/health", get(health::get))
+        .route("/v1/session", post(session::open))
         .route("/", get(root))
         .route("/console/{file}", get(console_file))
         .fallback(async |request: Request| {

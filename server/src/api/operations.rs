@@ -19,8 +19,8 @@ use super::openapi::{
 use super::protocol::Protocol;
 use super::rerank::{self, Rerank};
 use super::responses::{self, Responses};
-use super::schema::shapes::{Detokenize, Pull, Show, Tokenize};
-use super::{cache, health, models, policies, profiles, pull, requests, tokens, trace};
+use super::schema::shapes::{Detokenize, OpenSession, Pull, Show, Tokenize};
+use super::{cache, health, models, policies, profiles, pull, requests, session, tokens, trace};
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
 pub const OPERATIONS: &[Operation] = &[
@@ -209,6 +209,13 @@ pub const OPERATIONS: &[Operation] = &[
         "Metrics for Prometheus",
         &[("application/openmetrics-text", text), (TEXT, text)],
     ),
+    post(
+        "/v1/session",
+        "An operator's key for the token of the one-time link",
+        (JSON, body::<OpenSession>),
+        &[(JSON, reply::<session::Session>)],
+    )
+    .with_key(Key::None),
     get("/health", "What the server does", &[(JSON, reply::<health::Health>)]).with_key(Key::None),
     get("/openapi.json", "This description", &[(JSON, any)]).with_key(Key::None),
     get("/docs", "A page that shows this description", &[("text/html", text)]).with_key(Key::None),

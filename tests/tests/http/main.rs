@@ -34,6 +34,7 @@ mod request;
 mod rerank;
 mod responses;
 mod round_trip;
+mod session;
 mod structure;
 mod talk;
 mod tolerance;

@@ -98,7 +98,7 @@ const HOUSES: [House; 3] = [
         rooms: &[
             (
                 "api",
-                "config connections console keys mcp media_type models shutdown system throttle wiring",
+                "config connections console keys link mcp media_type models shutdown system throttle wiring",
             ),
             ("bench", "bundled hub verify"),
             ("bundled", ""),
@@ -114,6 +114,7 @@ const HOUSES: [House; 3] = [
             ("heap", ""),
             ("hub", "bundled"),
             ("keys", ""),
+            ("link", "config keys"),
             ("local", "api config models serve"),
             ("log", ""),
             ("manage", "bundled config hub models"),
@@ -130,7 +131,7 @@ const HOUSES: [House; 3] = [
             ("telemetry", ""),
             ("throttle", ""),
             ("verify", "config hub"),
-            ("wiring", "config keys"),
+            ("wiring", "config keys link"),
         ],
     },
 ];

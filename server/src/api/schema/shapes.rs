@@ -198,11 +198,18 @@ pub struct Show {
 #[derive(JsonSchema)]
 #[schemars(deny_unknown_fields)]
 pub struct Pull {
-    /// A repo of the hub: `owner/name`.
+    /// A repo of the hub (`owner/name`, for GGUF files `owner/name:QUANTIZATION`), or a short name.
     model: String,
     /// False for one object at the end; only with `/api/pull`.
     stream: Option<bool>,
     insecure: Option<bool>,
+}
+
+/// The token of the link that the server printed.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct OpenSession {
+    token: String,
 }
 
 /// A duration, or seconds.

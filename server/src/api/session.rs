@@ -1,0 +1,51 @@
+//! `POST /v1/session`: exchanges the token of the [one-time link](crate::link) for the key of an operator.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::app::App;
+use super::error::ApiError;
+use super::protocol::JSON;
+
+/// The key of a link.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct Session {
+    /// An operator's key, until the server ends.
+    key: String,
+}
+
+/// `POST /v1/session`
+pub async fn open(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Session>, ApiError> {
+    let body = app.read_json(&headers, body, JSON).await?;
+    let token = app.bodies.parse(body.bytes, parse).await?;
+    let Some(key) = app.access.exchange(&token) else {
+        app.metrics.unauthorized();
+        app.access.pause().await;
+        return Err(ApiError::link_refused());
+    };
+    tracing::info!("the one-time link was used: the console has an operator");
+    Ok(Json(Session { key }))
+}
+
+fn parse(mut body: Map<String, Value>) -> Result<String, ApiError> {
+    let Some(Value::String(token)) = body.shift_remove("token") else {
+        return Err(ApiError::missing("token", "token: must be the token of the link"));
+    };
+    if let Some((name, _)) = body.iter().next() {
+        let message = format!("`{name}` is an unknown field; leave it out");
+        return Err(ApiError::invalid("unknown_parameter", name, message));
+    }
+    Ok(token)
+}
