@@ -371,95 +371,91 @@ impl Config {
     /// # Errors
     /// [`ConfigError::Key`] names the first key that is out of range.
     pub fn check(mut self) -> Result<Self> {
+        match self.problems().into_iter().next() {
+            Some(problem) => Err(problem),
+            None => {
+                self.profiles.entry("default".into()).or_default();
+                Ok(self)
+            }
+        }
+    }
+
+    /// All keys that are out of range or contradict each other, each with the problem.
+    pub fn problems(&self) -> Vec<Error> {
         let EngineConfig { queue, prompt_bytes, prefill_chunk, max_tokens, context, .. } =
             self.engine;
-        within("engine.max_running", self.engine.max_running as u64, 0..=MAX_RUNNING)?;
-        at_least("engine.stall_ms", self.engine.stall_ms.into(), 1)?;
-        within("engine.wired_idle_s", self.engine.wired_idle_s, 0..=MAX_WIRED_IDLE_S)?;
-        within("engine.policy_threads", self.engine.policy_threads as u64, 0..=MAX_THREADS)?;
-        within("engine.queue", queue as u64, 1..=MAX_QUEUE)?;
-        if prompt_bytes > 0 {
-            at_least("engine.prompt_bytes", prompt_bytes as u64, 1024)?;
-        }
-        within("engine.prefill_chunk", prefill_chunk as u64, 1..=MAX_CHUNK)?;
-        at_least("engine.max_tokens", max_tokens.into(), 1)?;
-        if context > 0 {
-            at_least("engine.context", context as u64, 2)?;
-        }
-        if !(0.0..=10.0).contains(&self.engine.skip_kl) {
-            let problem = format!("is {}, must be from 0 to 10", self.engine.skip_kl);
-            return Err(Error::Config(ConfigError::Key { field: "engine.skip_kl", problem }));
-        }
-        let SpeculationConfig { drafts, draft_model, .. } = &self.speculation;
+        let EngineConfig { max_running, policy_threads, skip_kl, kv_bits, .. } = self.engine;
+        let limits = [
+            within("engine.max_running", max_running as u64, 0..=MAX_RUNNING),
+            at_least("engine.stall_ms", self.engine.stall_ms.into(), 1),
+            within("engine.wired_idle_s", self.engine.wired_idle_s, 0..=MAX_WIRED_IDLE_S),
+            within("engine.policy_threads", policy_threads as u64, 0..=MAX_THREADS),
+            within("engine.queue", queue as u64, 1..=MAX_QUEUE),
+            (prompt_bytes > 0)
+                .then(|| at_least("engine.prompt_bytes", prompt_bytes as u64, 1024))
+                .flatten(),
+            within("engine.prefill_chunk", prefill_chunk as u64, 1..=MAX_CHUNK),
+            at_least("engine.max_tokens", max_tokens.into(), 1),
+            (context > 0).then(|| at_least("engine.context", context as u64, 2)).flatten(),
+            (!(0.0..=10.0).contains(&skip_kl)).then(|| {
+                out_of_range("engine.skip_kl", format!("is {skip_kl}, must be from 0 to 10"))
+            }),
+            (![0, 4, 8].contains(&kv_bits)).then(|| {
+                out_of_range("engine.kv_bits", format!("is {kv_bits}, must be 8, 4, or 0 for none"))
+            }),
+        ];
+        let mut problems: Vec<_> = limits.into_iter().flatten().collect();
+        let SpeculationConfig { drafts, draft_model, depth, .. } = &self.speculation;
         if !draft_model.is_empty() && !drafts.contains(&DraftKind::Model) {
-            let problem = "names a model, but `speculation.drafts` does not have \"model\"".into();
-            return Err(Error::Config(ConfigError::Key {
-                field: "speculation.draft_model",
-                problem,
-            }));
+            let problem = "names a model, but `speculation.drafts` does not have \"model\"";
+            problems.push(out_of_range("speculation.draft_model", problem));
         }
         let ModelConfig { activations, kernels, cpu_dequantize, .. } = self.model;
         if activations == Activations::Int8 && (kernels == Kernels::Mlx || cpu_dequantize) {
             let problem = "is `int8`, which only Steersman's kernels for packed weights have; remove \
                            `model.kernels` and `model.cpu_dequantize`, or set `exact`";
-            return Err(Error::Config(ConfigError::Key {
-                field: "model.activations",
-                problem: problem.into(),
-            }));
+            problems.push(out_of_range("model.activations", problem));
         }
-        if ![0, 4, 8].contains(&self.engine.kv_bits) {
-            let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
-            return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
+        problems.extend(within("speculation.depth", *depth as u64, 1..=DEPTH as u64));
+        let StoreConfig { kv_bits: stored_bits, min_tokens, .. } = self.store;
+        if ![0, 8].contains(&stored_bits) {
+            let problem = format!("is {stored_bits}, must be 8, or 0 for none");
+            problems.push(out_of_range("store.kv_bits", problem));
         }
-        within("speculation.depth", self.speculation.depth as u64, 1..=DEPTH as u64)?;
-        let StoreConfig { kv_bits, .. } = self.store;
-        if ![0, 8].contains(&kv_bits) {
-            let problem = format!("is {kv_bits}, must be 8, or 0 for none");
-            return Err(Error::Config(ConfigError::Key { field: "store.kv_bits", problem }));
+        if stored_bits > 0 && kv_bits > 0 {
+            let problem = "has no effect if `engine.kv_bits` is set";
+            problems.push(out_of_range("store.kv_bits", problem));
         }
-        if kv_bits > 0 && self.engine.kv_bits > 0 {
-            let problem = "has no effect if `engine.kv_bits` is set".into();
-            return Err(Error::Config(ConfigError::Key { field: "store.kv_bits", problem }));
-        }
-        at_least("store.min_tokens", self.store.min_tokens as u64, 1)?;
-        self.policy.check()?;
-        self.profiles.entry("default".into()).or_default();
-        self.profiles.iter().try_for_each(|(name, profile)| profile.check(name))?;
-        Ok(self)
+        problems.extend(at_least("store.min_tokens", min_tokens as u64, 1));
+        problems.extend(self.policy.problems().into_iter().map(Error::from));
+        problems.extend(self.profiles.iter().flat_map(|(name, profile)| profile.problems(name)));
+        problems
     }
 }
 
-fn at_least(field: &'static str, value: u64, least: u64) -> Result<()> {
-    if value >= least {
-        return Ok(());
-    }
-    let problem = format!("is {value}, must be at least {least}");
-    Err(Error::Config(ConfigError::Key { field, problem }))
+fn at_least(field: &'static str, value: u64, least: u64) -> Option<Error> {
+    (value < least).then(|| out_of_range(field, format!("is {value}, must be at least {least}")))
 }
 
-fn within(field: &'static str, value: u64, range: RangeInclusive<u64>) -> Result<()> {
-    if range.contains(&value) {
-        return Ok(());
-    }
-    let problem = format!("is {value}, must be from {} to {}", range.start(), range.end());
-    Err(Error::Config(ConfigError::Key { field, problem }))
+fn within(field: &'static str, value: u64, range: RangeInclusive<u64>) -> Option<Error> {
+    let (least, most) = (range.start(), range.end());
+    (!range.contains(&value))
+        .then(|| out_of_range(field, format!("is {value}, must be from {least} to {most}")))
+}
+
+fn out_of_range(field: &'static str, problem: impl Into<String>) -> Error {
+    Error::Config(ConfigError::Key { field, problem: problem.into() })
 }
 
 impl Profile {
-    fn check(&self, name: &str) -> Result<()> {
-        let refuse = |problem: &str| {
-            let problem = format!("profile `{}` {problem}", name.escape_debug());
-            Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
+    fn problems(&self, name: &str) -> Vec<Error> {
+        let of = |key, problem| {
+            Error::Config(ConfigError::Profile { profile: name.into(), key, problem })
         };
-        if let Some(sampling) = self.sampling
-            && let Err(problem) = sampling.check()
-        {
-            return refuse(&format!("has a sampling parameter out of range: {problem}"));
-        }
-        if let Err(problem) = self.policy.check(name) {
-            return refuse(&problem);
-        }
-        Ok(())
+        let sampling = self.sampling.and_then(|sampling| sampling.check().err());
+        let sampling = sampling.map(|problem| of(".sampling", problem));
+        let policies = self.policy.check(name).err().map(|problem| of("", problem));
+        sampling.into_iter().chain(policies).collect()
     }
 }
 
@@ -496,22 +492,28 @@ mod tests {
             (|c| c.engine.context = 1, &["engine.context", "at least 2"]),
             (
                 |c| sampling(c, Sampling { temperature: f32::NAN, ..Sampling::default() }),
-                &["`mine`", "temperature is NaN"],
+                &["profiles.mine.sampling: ", "temperature is NaN"],
             ),
             (
                 |c| sampling(c, Sampling { temperature: 9.0, ..Sampling::default() }),
-                &["`mine`", "temperature is 9", "from 0 to 2"],
+                &["profiles.mine.sampling: ", "temperature is 9", "from 0 to 2"],
             ),
             (
                 |c| sampling(c, Sampling { top_p: 0.0, ..Sampling::default() }),
-                &["`mine`", "top_p is 0"],
+                &["profiles.mine.sampling: ", "top_p is 0"],
             ),
             (
                 |c| sampling(c, Sampling { min_p: 2.0, ..Sampling::default() }),
-                &["`mine`", "min_p is 2"],
+                &["profiles.mine.sampling: ", "min_p is 2"],
             ),
-            (|c| drop(c.profiles.insert("a@b".into(), Profile::default())), &["`a@b`", "name"]),
-            (|c| drop(c.profiles.insert(String::new(), Profile::default())), &["``", "name"]),
+            (
+                |c| drop(c.profiles.insert("a@b".into(), Profile::default())),
+                &["profiles.a@b: ", "name"],
+            ),
+            (
+                |c| drop(c.profiles.insert(String::new(), Profile::default())),
+                &["profiles.: ", "name"],
+            ),
         ];
         for (change, words) in cases {
             let error = refused(change);

@@ -184,6 +184,16 @@ pub enum ConfigError {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// A profile has a name or values that cannot be used.
+    #[error("profiles.{}{key}: {problem}", profile.escape_debug())]
+    Profile {
+        /// The profile.
+        profile: String,
+        /// The key in the profile, with a dot before it; empty for the profile itself.
+        key: &'static str,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
     /// A file of the model is missing, damaged or of an unknown kind.
     #[error("{path}: {problem}")]
     Model {

@@ -5,17 +5,19 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
 use steersman_engine::config::Config;
-use steersman_engine::policy::{Policies, Storage};
+use steersman_engine::policy::{Error, Policies, PolicyConfig, ProfilePolicies, Storage};
 use steersman_engine::request::Message;
 
-use crate::config::{FILE_BYTES, FileConfig, ServerConfig};
+use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, Source};
 use crate::hub;
+use crate::keys::{self, Keys};
 
 /// A file named by `warm`: the beginning of a chat request.
 #[derive(Deserialize)]
@@ -27,23 +29,29 @@ struct Beginning {
     _tools: Vec<Value>,
 }
 
-/// Reads and checks the configuration in `path`, and prints each problem. Policies are compiled by the
-/// program `compiler` with the cache in `storage`.
+/// Reads and checks the configuration in `path`, and prints each problem with its line. Policies are compiled by the
+/// program `compiler` with the cache in `storage`; `data_dir` has the keys of `steersman keys`.
 ///
 /// # Errors
 /// If there are problems.
 pub fn run(
     path: &Path,
+    data_dir: Option<&Path>,
     storage: &Storage,
     compiler: Option<PathBuf>,
     out: &mut impl Write,
 ) -> Result<()> {
-    let problems = match FileConfig::read(path) {
-        Ok(mut file) => {
+    let problems = match FileConfig::recover(path) {
+        Ok((mut file, problems_of_text)) => {
             file.policy.compiler = compiler;
-            problems(file, storage, out)?
+            let notes = notes(&file.server, data_dir);
+            let problems = problems(file, problems_of_text, storage, out)?;
+            for note in notes {
+                writeln!(out, "{note}")?;
+            }
+            problems
         }
-        Err(error) => vec![format!("{error:#}")],
+        Err(error) => vec![Problem { line: None, text: format!("{error:#}") }],
     };
     for problem in &problems {
         writeln!(out, "{problem}")?;
@@ -55,9 +63,36 @@ pub fn run(
     }
 }
 
-/// All problems. Prints what is no problem yet: models that the server would download.
-fn problems(file: FileConfig, storage: &Storage, out: &mut impl Write) -> Result<Vec<String>> {
-    let mut problems = file.problems();
+/// What a server with this configuration warns of.
+fn notes(server: &ServerConfig, data_dir: Option<&Path>) -> Vec<String> {
+    let is_local = match server.host.parse::<IpAddr>() {
+        Ok(address) => address.is_loopback(),
+        Err(_) => server.host == "localhost",
+    };
+    let has_key = || {
+        let keys = data_dir.and_then(|folder| Keys::read(&folder.join(keys::FILE)).ok());
+        keys.is_some_and(|keys| keys.has_client_key())
+    };
+    if is_local || !server.api_keys.is_empty() || has_key() {
+        return Vec::new();
+    }
+    vec![format!(
+        "warning: server.host: a server at {} accepts network connections without a key: create one with \
+         `steersman keys create`, or set server.api_keys",
+        server.host
+    )]
+}
+
+/// All problems, after those of the text. Prints what is no problem yet: models that the server would download.
+fn problems(
+    file: FileConfig,
+    mut located: Vec<Problem>,
+    storage: &Storage,
+    out: &mut impl Write,
+) -> Result<Vec<Problem>> {
+    let source = file.source.clone();
+    // Without a problem of the text, those of its values are still to be found.
+    let mut problems = if located.is_empty() { file.problems() } else { Vec::new() };
     let (server, config) = file.split();
     for (key, model) in models(&server, &config) {
         match hub::is_here(model) {
@@ -75,7 +110,10 @@ fn problems(file: FileConfig, storage: &Storage, out: &mut impl Write) -> Result
     }
     problems.extend(problems_of_policies(&config, storage));
     problems.extend(problems_of_warm_files(&config));
-    Ok(problems)
+    located.extend(problems.into_iter().map(|problem| source.locate(problem)));
+    // Those without a line come last.
+    located.sort_by_key(|problem| problem.line.unwrap_or(usize::MAX));
+    Ok(located)
 }
 
 /// The models that the configuration names, by key.
@@ -94,28 +132,95 @@ fn models<'a>(server: &'a ServerConfig, config: &'a Config) -> Vec<(String, &'a 
     models
 }
 
-/// Policies that cannot be loaded: one problem a profile.
+/// The error of a server whose policies cannot be loaded because of `error`: all their problems, as
+/// `steersman check` finds them.
+pub fn error_of_policies(
+    config: &Config,
+    source: &Source,
+    storage: &Storage,
+    error: steersman_engine::Error,
+) -> anyhow::Error {
+    let problems = problems_of_policies(config, storage);
+    let has = |text: &str| problems.iter().any(|problem| problem.contains(text));
+    let is_among_them = match &error {
+        steersman_engine::Error::Policy(Error::Refused { problem, .. }) => has(problem),
+        steersman_engine::Error::Policy(Error::Params { .. }) => true,
+        // Also that of two profiles which are right alone.
+        _ => false,
+    };
+    if !is_among_them {
+        return error.into();
+    }
+    let problems: Vec<_> = problems.into_iter().map(|problem| source.locate(problem)).collect();
+    anyhow!(source.message(&problems))
+}
+
+/// Policies that cannot be loaded, and their parameters that cannot be used.
 fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, profile) in config.profile_policies() {
-        let profile = BTreeMap::from([(name, profile)]);
-        let found = match Policies::load(&config.policy, &profile, storage) {
-            Err(error) => vec![error.to_string()],
-            // A server starts without them, or with an earlier version.
-            Ok(policies) => {
-                let reports = policies.report().policies.into_iter();
-                let problems = reports.filter_map(|policy| Some(policy.problem?.message));
-                problems.chain(policies.unusable_params().iter().cloned()).collect()
-            }
-        };
         // A problem of `[policy]` concerns all profiles.
-        for problem in found {
+        for problem in problems_of_profile(&config.policy, &name, profile, storage) {
             if !problems.contains(&problem) {
                 problems.push(problem);
             }
         }
     }
     problems
+}
+
+/// The problems of the policies of profile `name`. A policy that cannot be loaded is left out, so that those of the others
+/// are found as well; but then nobody knows who has which parameters.
+fn problems_of_profile(
+    config: &PolicyConfig,
+    name: &str,
+    mut profile: ProfilePolicies,
+    storage: &Storage,
+) -> Vec<String> {
+    let mut problems = Vec::new();
+    loop {
+        let profiles = BTreeMap::from([(name.to_owned(), profile.clone())]);
+        match Policies::load(config, &profiles, storage) {
+            Err(Error::Refused { policy, problem, .. }) => {
+                let chains = [("policies", &mut profile.policies), ("shadow", &mut profile.shadow)];
+                let mut found = None;
+                for (key, chain) in chains {
+                    let length = chain.len();
+                    chain.retain(|entry| !is_of(entry, &policy));
+                    if chain.len() < length {
+                        found.get_or_insert(key);
+                    }
+                }
+                let key = found.unwrap_or("policies");
+                problems.push(format!("profiles.{name}.{key}: policy `{policy}`: {problem}"));
+                profile.params.clear();
+                if found.is_none() || profile.policies.is_empty() && profile.shadow.is_empty() {
+                    return problems;
+                }
+            }
+            Err(Error::Params { problems: params, .. }) => {
+                let line = |(param, problem)| format!("profiles.{name}.params.{param}: {problem}");
+                problems.extend(params.into_iter().map(line));
+                return problems;
+            }
+            Err(error) => {
+                problems.push(error.to_string());
+                return problems;
+            }
+            // A server starts without them, or with an earlier version.
+            Ok(policies) => {
+                let reports = policies.report().policies.into_iter();
+                problems.extend(reports.filter_map(|policy| Some(policy.problem?.message)));
+                problems.extend(policies.unusable_params().iter().cloned());
+                return problems;
+            }
+        }
+    }
+}
+
+/// Whether the `entry` of a chain is the policy `policy`, by its name or by the name of its file.
+fn is_of(entry: &str, policy: &str) -> bool {
+    entry == policy || Path::new(entry).file_stem().is_some_and(|stem| stem == policy)
 }
 
 /// Files in `warm` that cannot be read or parsed.
@@ -142,7 +247,7 @@ mod tests {
 
     fn checked(path: &Path) -> (bool, String) {
         let mut out = Vec::new();
-        let passed = run(path, &Storage::in_memory(), None, &mut out).is_ok();
+        let passed = run(path, None, &Storage::in_memory(), None, &mut out).is_ok();
         (passed, String::from_utf8(out).unwrap())
     }
 
@@ -155,7 +260,7 @@ mod tests {
             "[server]\nbody_timeout_s = 0\n\
              [model]\npath = '{}'\n\
              [speculation]\ndepth = 9\n\
-             [profiles.a]\nmodel = 'neither a folder nor a repo'\npolicies = ['{}']\n\
+             [profiles.a]\nmodel = 'neither a folder nor a repo'\npolicies = ['{}', 'defualt']\n\
              sampling.min_p = nan\n\
              [profiles.b]\npolicies = ['{}']\nwarm = ['{}', '{}']\n",
             at("no-model"),
@@ -168,20 +273,64 @@ mod tests {
         let (passed, printed) = checked(&folder.path().join("c.toml"));
         assert!(!passed);
         let expected = [
-            "server.body_timeout_s: is 0",
-            "speculation.depth: is 9",
-            "profile `a` has a sampling parameter out of range: min_p is NaN",
-            "model.path: ",
-            "profiles.a.model: ",
-            "first.wasm",
-            "second.wasm",
-            "absent.json",
+            "line 2: server.body_timeout_s: is 0",
+            "line 4: model.path: ",
+            "line 6: speculation.depth: is 9",
+            "line 8: profiles.a.model: ",
+            "line 9: profiles.a.policies: policy `defualt`: is not a shipped policy, and policy.folder is not \
+             set; did you mean `default`?",
+            "line 9: profiles.a.policies: policy `first`: ",
+            "line 10: profiles.a.sampling: min_p is NaN",
+            "line 12: profiles.b.policies: policy `second`: ",
+            "line 13: profiles.b.warm: ",
             "wrong.json: unknown field `tool`",
         ];
         assert_eq!(printed.lines().count(), expected.len(), "{printed}");
         for (line, words) in printed.lines().zip(expected) {
             assert!(line.contains(words), "`{words}` is not in {line}");
         }
+    }
+
+    /// A file with three problems had "1 problem".
+    #[test]
+    fn problems_of_the_text_do_not_hide_those_of_policies() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        let text = "[server]\nprot = 1\nbody_timeout_s = 0\n[engine]\nqueue = 'x'\n\
+                    [profiles.fast.params]\nreasoning_budgt = 100\n";
+        std::fs::write(&path, text).unwrap();
+        let (passed, printed) = checked(&path);
+        assert!(!passed);
+        let expected = [
+            "line 2: server.prot: unknown key `prot`; did you mean `port`?",
+            "line 3: server.body_timeout_s: is 0, must be from 1 to 3600",
+            "line 5: engine.queue: is \"x\", expected a whole number, not below 0",
+            "line 7: profiles.fast.params.reasoning_budgt: the policy `default` has no such parameter; did you \
+             mean `reasoning_budget`?",
+        ];
+        assert_eq!(printed.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn an_open_server_without_keys_is_warned_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        let warns = |text: &str| {
+            std::fs::write(&path, format!("[server]\n{text}\n")).unwrap();
+            let mut out = Vec::new();
+            run(&path, Some(folder.path()), &Storage::in_memory(), None, &mut out).unwrap();
+            String::from_utf8(out).unwrap().contains("warning: server.host: a server at ")
+        };
+        for open in ["host = '0.0.0.0'", "host = '::'", "host = 'model.lan'"] {
+            assert!(warns(open), "{open}");
+        }
+        for closed in
+            ["", "host = '::1'", "host = 'localhost'", "host = '0.0.0.0'\napi_keys = ['a']"]
+        {
+            assert!(!warns(closed), "{closed}");
+        }
+        keys::run(&keys::tests::create("laptop"), &[], folder.path(), &mut Vec::new()).unwrap();
+        assert!(!warns("host = '0.0.0.0'"));
     }
 
     #[test]

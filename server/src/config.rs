@@ -1,17 +1,20 @@
 //! The configuration file: `[server]` and the engine's sections.
 //!
-//! Read from TOML, overridden by the command line, then checked once ([`problems`]). Unknown keys are errors,
-//! and an error shows the line.
+//! Read from TOML ([`read`]), overridden by the command line, then checked once ([`problems`]). Unknown keys are
+//! errors. All problems of a file are reported, each with its line.
 
+mod entry;
 pub mod mcp;
 mod models;
 mod problems;
+mod read;
+mod unit;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use secrecy::SecretString;
 use serde::Deserialize;
 use steersman_engine::config::{
@@ -23,12 +26,12 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::Sampling;
 use tokio::sync::watch;
-use toml::Spanned;
 
 use self::mcp::McpConfig;
 pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
+pub use self::read::{Problem, Source};
 
 /// Tells of new configurations while the server runs.
 pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
@@ -55,12 +58,12 @@ pub struct FileConfig {
     /// Models that are loaded on demand, by name.
     pub models: BTreeMap<String, OnDemandConfig>,
     /// Further names of models: `MODEL` or `MODEL@PROFILE` by alias.
-    pub aliases: BTreeMap<String, Spanned<String>>,
+    pub aliases: BTreeMap<String, String>,
     /// Profiles by name.
     pub profiles: BTreeMap<String, ProfileConfig>,
-    /// Lines of the aliases in the file.
+    /// The file, and lines of its keys.
     #[serde(skip)]
-    alias_lines: BTreeMap<String, usize>,
+    pub source: Source,
 }
 
 /// `[server]`
@@ -308,36 +311,50 @@ impl FileConfig {
     ///
     /// # Errors
     /// If it cannot be read, is not TOML, or contains an unknown key or value; the message names the
-    /// file and shows the line.
+    /// file, and all problems with their lines, also those of [`Self::problems`].
     pub fn read(path: &Path) -> Result<Self> {
+        let (file, problems) = Self::recover(path)?;
+        ensure!(problems.is_empty(), file.source.message(&problems));
+        Ok(file)
+    }
+
+    /// Reads a file as far as it can be read. Returns it without what cannot be read, and the problems of that; if there
+    /// are any, also those of [`Self::problems`].
+    ///
+    /// # Errors
+    /// If there is no text to read; the message names the file.
+    pub fn recover(path: &Path) -> Result<(Self, Vec<Problem>)> {
         let text = steersman_files::read_text(path, FILE_BYTES)
             .with_context(|| format!("reading the configuration {}", path.display()))?;
-        Self::parse(&text).with_context(|| format!("in the configuration {}", path.display()))
+        let (mut file, problems) = read::read(&text);
+        file.source.path = Some(path.into());
+        Ok((file, problems))
     }
 
     /// Parses the text of a file.
     ///
     /// # Errors
-    /// If it is not TOML, or contains an unknown key or value; the message shows the line.
+    /// If it is not TOML, or contains an unknown key or value; the message has all problems with their lines, also those of
+    /// [`Self::problems`].
     pub fn parse(text: &str) -> Result<Self> {
-        let file: Self = toml::from_str(text)?;
-        Ok(Self { alias_lines: models::lines(text, &file.aliases), ..file })
+        let (file, problems) = read::read(text);
+        ensure!(problems.is_empty(), file.source.message(&problems));
+        Ok(file)
     }
 
     /// Checks all values, and splits them into the server's and the engine's.
     ///
     /// # Errors
-    /// Names the first key that is out of range.
+    /// Names all keys that are out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
-        if let Some(problem) = self.problems().into_iter().next() {
-            bail!(problem);
-        }
+        let problems = self.problems().into_iter().map(|problem| self.source.locate(problem));
+        let problems: Vec<_> = problems.collect();
+        ensure!(problems.is_empty(), self.source.message(&problems));
         let (server, engine) = self.split();
         Ok((server, engine.check()?))
     }
 
-    /// Values that are out of range, by key: all of the server's, and of the engine's the first of each
-    /// section and of each profile.
+    /// Values that are out of range, by key.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = self.server.problems();
         let keys = self.profiles.iter().map(|(name, profile)| {
@@ -363,8 +380,7 @@ impl FileConfig {
     pub fn split(self) -> (ServerConfig, Config) {
         let Self { mut server, model, engine, speculation, store, policy, mcp, models, .. } = self;
         let (aliases, sections) = (self.aliases, self.profiles);
-        let aliases = aliases.into_iter().map(|(alias, to)| (alias, to.into_inner()));
-        (server.models, server.aliases) = (models, aliases.collect());
+        (server.models, server.aliases) = (models, aliases);
         (server.mcp, server.trace_requests) = (mcp, policy.trace_requests);
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
@@ -431,8 +447,18 @@ mod tests {
             ("own", file("x")),
         ];
         assert_eq!(params.unwrap(), expected.map(|(key, param)| (key.to_owned(), param)).into());
-        let wrong = read("budget = 1").unwrap_err();
+        let wrong = read("budget = [1]").unwrap_err();
         assert!(wrong.contains("budget") && wrong.contains("{ file = \"PATH\" }"), "{wrong}");
+        // Policies get texts.
+        let params =
+            read("budget = 100\nagent = { strict = true, share = 0.5, sum = -7 }").unwrap();
+        let expected: [(&str, Param); 4] = [
+            ("agent.share", "0.5".into()),
+            ("agent.strict", "true".into()),
+            ("agent.sum", "-7".into()),
+            ("budget", "100".into()),
+        ];
+        assert_eq!(params, expected.map(|(key, param)| (key.to_owned(), param)).into());
     }
 
     #[test]
@@ -495,9 +521,9 @@ mod tests {
         for (text, expected) in [
             ("[server]\nprot = 1\n", &["mine.toml", "line 2", "`prot`", "`port`"][..]),
             ("[sever]\n", &["line 1", "`sever`", "`server`"]),
-            ("\n\n[server]\nport = \"x\"\n", &["line 4", "u16", "string"]),
-            ("[server]\nport = 70000\n", &["line 2", "u16"]),
-            ("[model]\ndevice = \"tpu\"\n", &["line 2", "`tpu`", "`gpu`"]),
+            ("\n\n[server]\nport = \"x\"\n", &["line 4", "port: is \"x\"", "from 0 to 65535"]),
+            ("[server]\nport = 70000\n", &["line 2", "port: is 70000", "from 0 to 65535"]),
+            ("[model]\ndevice = \"tpu\"\n", &["line 2", "\"tpu\"", "\"gpu\""]),
             ("[profiles.x]\npolcies = []\n", &["line 2", "`polcies`", "`policies`"]),
             ("[server\n", &["line 1"]),
         ] {
@@ -532,9 +558,9 @@ mod tests {
             ("[engine]\nqueue = 0", "engine.queue"),
             ("[engine]\nqueue = 2305843009213693952", "engine.queue"),
             ("[engine]\ncontext = 1", "engine.context"),
-            ("[profiles.\"a@b\"]", "profile `a@b`"),
-            ("[profiles.\"\"]", "profile ``"),
-            ("[profiles.\"a\\nb\"]", "profile `a\\nb`"),
+            ("[profiles.\"a@b\"]", "profiles.a@b: has a name"),
+            ("[profiles.\"\"]", "profiles.: has a name"),
+            ("[profiles.\"a\\nb\"]", "profiles.a\\nb: has a name"),
             ("[profiles.a]\nlimits.requests = 99999999", "profiles.a.limits.requests"),
             ("[profiles.a.sampling]\ntemperature = nan", "temperature is NaN"),
             ("[profiles.a.sampling]\ntemperature = -1.0", "temperature is -1"),
@@ -550,17 +576,18 @@ mod tests {
 
     #[test]
     fn problems_of_all_sections_and_profiles_are_found() {
-        let text = "[server]\nbody_timeout_s = 0\ncors = ['x']\n[engine]\ncontext = 1\n\
+        let text = "[server]\nbody_timeout_s = 0\ncors = ['x']\n[engine]\nqueue = 0\ncontext = 1\n\
                     [store]\nmin_tokens = 0\n[profiles.a.sampling]\ntop_p = 5.0\n\
                     [profiles.b]\npolicies = []";
         let problems = FileConfig::parse(text).unwrap().problems();
         let expected = [
             "server.body_timeout_s: is 0",
             "server.cors: `x`",
+            "engine.queue: is 0",
             "engine.context: is 1",
             "store.min_tokens: is 0",
-            "profile `a` has a sampling parameter out of range: top_p is 5",
-            "profile `b` names no policy",
+            "profiles.a.sampling: top_p is 5",
+            "profiles.b: names no policy",
         ];
         assert_eq!(problems.len(), expected.len(), "{problems:?}");
         for (problem, words) in problems.iter().zip(expected) {

@@ -138,6 +138,11 @@ impl Keys {
         })
     }
 
+    /// Whether a key was created that opens all profiles: then a server is open to nobody without a key.
+    pub fn has_client_key(&self) -> bool {
+        self.keys.iter().any(|key| key.opens == Opens::AllProfiles)
+    }
+
     /// Replaces the file at once: a reader sees the old one or the new one, and only this user reads it.
     fn write(&self, path: &Path) -> Result<()> {
         Ok(steersman_files::replace_private(path, &serde_json::to_vec_pretty(self)?)?)
@@ -330,5 +335,15 @@ impl Keys {
         let now = Timestamp::now();
         let revoke = |key: &Key| Key { revoked: key.revoked.or(Some(now)), ..key.clone() };
         Self { keys: self.keys.iter().map(revoke).collect() }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// The task that creates a key for all profiles.
+    pub fn create(name: &str) -> Task {
+        Task::Create(Create { name: name.into(), profile: None, operator: false })
     }
 }

@@ -12,6 +12,7 @@
 //! models/      the loaded models and the profiles that use them; [`steersman_models`] decides which are loaded
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
+//! words.rs     errors of deserializers in the words of JSON and TOML
 //! reload.rs    what SIGHUP changes
 //! keys.rs      `steersman keys`: keys in the data folder
 //! link.rs      the one-time link that makes the owner of a local server its operator
@@ -78,5 +79,6 @@ pub mod telemetry;
 mod throttle;
 pub mod verify;
 pub mod wiring;
+mod words;
 
 pub use api::{app, app_with};

@@ -316,7 +316,7 @@ struct Common {
 /// Options that locate files.
 #[derive(Args, Clone)]
 struct Place {
-    /// Configuration file in TOML; configs/steersman.toml shows every key with its default
+    /// Configuration file in TOML; `steersman init` writes one with every key, its default and a comment
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
     config: Option<PathBuf>,
     /// Folder for saved state, the unpacked model and compiled policies [default: steersman in the
@@ -465,6 +465,7 @@ fn serve(options: Serve) -> Result<()> {
         file.model.device = device.unwrap_or(file.model.device);
     };
     apply(&mut file);
+    let source = file.source.clone();
     let (server, config) = file.check()?;
     let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
     let mut wiring = Wiring {
@@ -521,7 +522,10 @@ fn serve(options: Serve) -> Result<()> {
     let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
     let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
 
-    let policies = steersman_engine::policies(&config, &data_dir)?;
+    let policies = steersman_engine::policies(&config, &data_dir).map_err(|error| {
+        // That is the first problem of the first profile.
+        check::error_of_policies(&config, &source, &Storage::compile_cache(&data_dir), error)
+    })?;
     let Loaded { models, threads, bundled } = models::load(config, &server, &data_dir, &policies)?;
     let (engines, first, all) = (models.engines(), models.first(), models.clone());
 
@@ -659,8 +663,10 @@ fn completions(shell: Shell, out: &mut impl Write) -> Result<()> {
 fn check(options: Check) -> Result<()> {
     let file = options.file.or_else(|| options.place.config.clone());
     let file = file.context("name a configuration file: steersman check CONFIG")?;
+    let data_dir = options.place.clone().data_dir().ok();
     let storage = options.place.compile_cache();
-    check::run(&file, &storage, this_program(), &mut std::io::stdout().lock())
+    let out = &mut std::io::stdout().lock();
+    check::run(&file, data_dir.as_deref(), &storage, this_program(), out)
 }
 
 fn verify(options: Verify) -> Result<()> {

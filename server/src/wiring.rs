@@ -6,7 +6,7 @@ use std::sync::Arc;
 use steersman_models::hub::Hub;
 
 use crate::config::Reloads;
-use crate::keys::{KeyFile, Opens};
+use crate::keys::KeyFile;
 use crate::link::Link;
 
 /// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
@@ -33,6 +33,6 @@ impl Wiring {
     /// Whether a key was created that opens all profiles.
     pub fn has_key(&self) -> bool {
         let created = self.keys.as_ref().map(|file| file.keys()).unwrap_or_default();
-        created.keys.iter().any(|key| key.opens == Opens::AllProfiles)
+        created.has_client_key()
     }
 }

@@ -84,6 +84,11 @@ impl PolicyConfig {
     /// # Errors
     /// [`Error::Config`] names the first key that is out of range.
     pub fn check(&self) -> Result<(), Error> {
+        self.problems().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// All keys that are out of range, and that of [`Self::trust`].
+    pub fn problems(&self) -> Vec<Error> {
         let bounds = [
             ("policy.fuel", self.fuel, 1),
             ("policy.deadline_ms", self.deadline_ms, 1),
@@ -91,18 +96,18 @@ impl PolicyConfig {
             ("policy.output_bytes", self.output_bytes as u64, 1),
             ("policy.trace_requests", self.trace_requests as u64, 1),
         ];
+        let mut problems = Vec::new();
         if self.memory_bytes > MOST_MEMORY_BYTES {
             let problem = format!("is {}, must be at most {MOST_MEMORY_BYTES}", self.memory_bytes);
-            return Err(Error::Config { field: "policy.memory_bytes", problem });
+            problems.push(Error::Config { field: "policy.memory_bytes", problem });
         }
-        self.trust()?;
-        match bounds.into_iter().find(|(_, value, least)| value < least) {
-            None => Ok(()),
-            Some((field, value, least)) => {
-                let problem = format!("is {value}, must be at least {least}");
-                Err(Error::Config { field, problem })
-            }
-        }
+        problems.extend(self.trust().err());
+        let too_low = bounds.into_iter().filter(|(_, value, least)| value < least);
+        problems.extend(too_low.map(|(field, value, least)| {
+            let problem = format!("is {value}, must be at least {least}");
+            Error::Config { field, problem }
+        }));
+        problems
     }
 }
 
@@ -196,11 +201,13 @@ impl Grant {
     }
 }
 
-/// Value of a parameter: a text, or `{ file = "rules.toml" }` for the text of a file.
+/// Value of a parameter: a text, or `{ file = "rules.toml" }` for the text of a file. A number and a boolean are read
+/// as the text that a policy gets: `100` is `"100"`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Param {
     /// The text.
+    #[serde(deserialize_with = "deserialize_text")]
     Text(String),
     /// The text of a file.
     File {
@@ -215,6 +222,24 @@ impl From<&str> for Param {
     }
 }
 
+/// Reads a text, or a number or a boolean as text.
+fn deserialize_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Value {
+        Text(String),
+        Boolean(bool),
+        Integer(i64),
+        Number(f64),
+    }
+    Ok(match Value::deserialize(deserializer)? {
+        Value::Text(text) => text,
+        Value::Boolean(value) => value.to_string(),
+        Value::Integer(value) => value.to_string(),
+        Value::Number(value) => value.to_string(),
+    })
+}
+
 /// Reads `params` of a profile: a table `POLICY` with parameters becomes `POLICY.NAME`.
 ///
 /// # Errors
@@ -225,7 +250,8 @@ pub fn deserialize_params<'de, D: Deserializer<'de>>(
     #[derive(Deserialize)]
     #[serde(
         untagged,
-        expecting = "text, { file = \"PATH\" } or a table with the parameters of one policy"
+        expecting = "must be a text, a number, true, false, { file = \"PATH\" } or a table with the \
+                     parameters of one policy"
     )]
     enum Entry {
         Shared(Param),

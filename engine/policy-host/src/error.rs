@@ -52,6 +52,14 @@ pub enum Error {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// Parameters of a profile that its policies cannot use: change them.
+    #[error("{}", params_problem(profile, problems))]
+    Params {
+        /// The profile.
+        profile: String,
+        /// Parameters, each with its problem.
+        problems: Vec<(String, String)>,
+    },
     /// The component cannot be used: change it, or the profile that names it.
     #[error("policy `{policy}`: {problem}{}", profile.as_ref().map(|name| format!(" (profile `{name}`)")).unwrap_or_default())]
     Refused {
@@ -123,6 +131,14 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+}
+
+/// The key and the problem of each parameter.
+fn params_problem(profile: &str, problems: &[(String, String)]) -> String {
+    let line = |(param, problem): &(String, String)| {
+        format!("profiles.{profile}.params.{param}: {problem}")
+    };
+    problems.iter().map(line).collect::<Vec<_>>().join("; ")
 }
 
 impl Error {

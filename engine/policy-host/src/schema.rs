@@ -122,12 +122,23 @@ pub type Schemas = Vec<(String, Option<Schema>)>;
 
 /// Checks the parameters of a profile against the schemas of its policies.
 ///
+/// # Errors
+/// All parameters with [`problems`].
+pub fn conform(schemas: &Schemas, params: &[(String, String)]) -> Result<(), String> {
+    let problems = problems(schemas, params);
+    let line = |(param, problem): &(String, String)| format!("params `{param}`: {problem}");
+    match problems.iter().map(line).collect::<Vec<_>>() {
+        lines if lines.is_empty() => Ok(()),
+        lines => Err(lines.join("; ")),
+    }
+}
+
+/// The parameters of a profile that do not fit the schemas of its policies, each with the problem and the nearest name.
+///
 /// A parameter of one policy, `POLICY.NAME`, must be in its schema. One for all must be in one of
 /// them, unless a policy has no schema and may know it.
-///
-/// # Errors
-/// The parameter, the problem, and the nearest name.
-pub fn conform(schemas: &Schemas, params: &[(String, String)]) -> Result<(), String> {
+pub fn problems(schemas: &Schemas, params: &[(String, String)]) -> Vec<(String, String)> {
+    let mut problems = Vec::new();
     for (param, text) in params {
         let mut is_known = false;
         let mut names = Vec::new();
@@ -143,9 +154,10 @@ pub fn conform(schemas: &Schemas, params: &[(String, String)]) -> Result<(), Str
                 None => is_known = true,
                 Some(schema) if schema.params.contains_key(name) => {
                     is_known = true;
-                    if !is_overridden() {
-                        let checked = schema.check(name, text);
-                        checked.map_err(|problem| format!("params `{param}`: {problem}"))?;
+                    if !is_overridden()
+                        && let Err(problem) = schema.check(name, text)
+                    {
+                        problems.push((param.clone(), problem));
                     }
                 }
                 Some(schema) => {
@@ -162,12 +174,11 @@ pub fn conform(schemas: &Schemas, params: &[(String, String)]) -> Result<(), Str
                 None if names.is_empty() => "they have no parameters".into(),
                 None => format!("they have {}", names.join(", ")),
             };
-            return Err(format!(
-                "params `{param}`: is in no schema of its policies ({policies}); {hint}"
-            ));
+            let problem = format!("is in no schema of its policies ({policies}); {hint}");
+            problems.push((param.clone(), problem));
         }
     }
-    Ok(())
+    problems
 }
 
 impl ParamSchema {

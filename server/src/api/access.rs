@@ -26,6 +26,7 @@ use crate::keys::{self, KeyDigest, KeyFile, Opens};
 use crate::link::Link;
 use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
+use crate::words::suggestion;
 
 /// Where Anthropic's clients send their key.
 pub const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -337,13 +338,15 @@ impl Destination {
                 if let Some((model, profile)) = name.rsplit_once('@')
                     && models.resolve(model).is_some()
                 {
+                    let near = suggestion(profile, models.profiles());
                     return ApiError::model_not_found(format!(
-                        "the model `{model}` is served, but no profile `{profile}` of it (see GET /v1/models)"
+                        "the model `{model}` is served, but no profile `{profile}` of it (see GET /v1/models){near}"
                     ));
                 }
-                let names = list(models);
+                let (names, all) = (list(models), models.names());
+                let near = suggestion(name, all.iter().map(|known| known.name.as_str()));
                 ApiError::model_not_found(format!(
-                    "there is no model `{name}`; this server serves {names} (see GET /v1/models)"
+                    "there is no model `{name}`; this server serves {names} (see GET /v1/models){near}"
                 ))
             })?),
             None => None,
@@ -363,7 +366,7 @@ impl Destination {
         let named = named.as_ref().map(|(index, _)| *index);
         let index = models.serving(named, profile).map_err(|own| {
             let (Some(own), Some(named)) = (own, named) else {
-                return ApiError::profile_not_found(profile);
+                return ApiError::profile_not_found(profile, models.profiles());
             };
             let (served, name) = (models.name(own), models.name(named));
             ApiError::model_not_found(format!(

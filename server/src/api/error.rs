@@ -10,10 +10,12 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use steersman_engine::policy::nearest;
 use steersman_engine::{Error, RequestError, policy};
 
 pub use self::body::{AnthropicError, Dialect, ErrorBody, OllamaError, OpenAiError};
 use crate::models::Refusal;
+use crate::words::suggestion;
 
 /// `Retry-After` of a 429 and of a 503 for lack of room, in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
@@ -68,6 +70,20 @@ impl ApiError {
         Self::invalid("invalid_value", param, message)
     }
 
+    /// A field that is not known, at `path`; `known` are the names of those beside it.
+    pub fn unknown_field<'a>(
+        path: impl Into<String>,
+        known: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        let path = path.into();
+        let name = path.rsplit_once('.').map_or(path.as_str(), |(_, name)| name);
+        let message = match nearest(name, known) {
+            Some(near) => format!("`{path}` is an unknown field; did you mean `{near}`?"),
+            None => format!("`{path}` is an unknown field; leave it out"),
+        };
+        Self::invalid("unknown_parameter", path, message)
+    }
+
     /// A known but unsupported field or value.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::invalid("unsupported_parameter", param, message)
@@ -79,8 +95,9 @@ impl ApiError {
     }
 
     /// A profile that does not exist.
-    pub fn profile_not_found(profile: &str) -> Self {
-        let message = format!("there is no profile `{profile}`; see GET /v1/models");
+    pub fn profile_not_found<'a>(profile: &str, known: impl IntoIterator<Item = &'a str>) -> Self {
+        let near = suggestion(profile, known);
+        let message = format!("there is no profile `{profile}`; see GET /v1/models{near}");
         let (code, param) = ("profile_not_found", "X-Steersman-Profile");
         Self::new(StatusCode::NOT_FOUND, INVALID, code, param, message)
     }
@@ -93,8 +110,8 @@ impl ApiError {
     /// An unknown path.
     pub fn no_route(method: &str, path: &str) -> Self {
         let message = format!(
-            "this server has no route {method} {path}; check the client's base URL (the routes are \
-             listed in server/HTTP.md)"
+            "this server has no route {method} {path}; check the client's base URL (GET /docs lists \
+             all routes)"
         );
         Self::new(StatusCode::NOT_FOUND, INVALID, "route_not_found", "", message)
     }
@@ -256,8 +273,9 @@ impl ApiError {
     }
 
     /// A policy that no profile uses.
-    pub fn policy_not_found(policy: &str) -> Self {
-        let message = format!("no profile uses a policy `{policy}`; see GET /v1/policies");
+    pub fn policy_not_found<'a>(policy: &str, known: impl IntoIterator<Item = &'a str>) -> Self {
+        let near = suggestion(policy, known);
+        let message = format!("no profile uses a policy `{policy}`; see GET /v1/policies{near}");
         Self::new(StatusCode::NOT_FOUND, INVALID, "policy_not_found", "", message)
     }
 

@@ -345,8 +345,7 @@ pub fn check(fields: &[Field], body: &Map<String, Value>) -> Result<(), ApiError
             if value.is_null() {
                 continue;
             }
-            let message = format!("`{name}` is an unknown field; leave it out");
-            return Err(ApiError::invalid("unknown_parameter", name, message));
+            return Err(ApiError::unknown_field(name, fields.iter().map(|(known, _)| *known)));
         };
         if let Only(neutral, advice) = rule
             && !is_neutral(value, neutral)

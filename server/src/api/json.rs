@@ -8,7 +8,7 @@ use serde_ignored::Path;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use super::typed::Typed;
+use super::typed::{Known, Typed};
 
 /// Maximum number of JSON values in a body. A value takes up to a hundred bytes of memory, but only
 /// two of the body; a long conversation has some thousands.
@@ -91,12 +91,16 @@ fn check_unknown<T: DeserializeOwned>(
     is_error: impl Fn(&Path<'_>) -> bool,
 ) -> Result<T, ApiError> {
     let mut track = serde_path_to_error::Track::new();
-    let mut unknown = None;
+    let (known, mut unknown) = (Known::default(), None);
+    let typed = Typed { value, known: &known };
     let body = serde_ignored::deserialize(
-        serde_path_to_error::Deserializer::new(Typed(value), &mut track),
+        serde_path_to_error::Deserializer::new(typed, &mut track),
         |path| {
             if is_error(&path) && find(value, &path).is_some_and(|value| !value.is_null()) {
-                unknown.get_or_insert_with(|| join(at, &written(&path)));
+                unknown.get_or_insert_with(|| {
+                    let fields = known.borrow().last().copied().unwrap_or_default();
+                    ApiError::unknown_field(join(at, &written(&path)), fields.iter().copied())
+                });
             }
         },
     );
@@ -106,10 +110,7 @@ fn check_unknown<T: DeserializeOwned>(
             let message = format!("{path}: {error}");
             Err(ApiError::invalid("invalid_type", path, message))
         }
-        (Ok(_), Some(path)) => {
-            let message = format!("{path}: unknown field; leave it out");
-            Err(ApiError::invalid("unknown_parameter", path, message))
-        }
+        (Ok(_), Some(error)) => Err(error),
         (Ok(body), None) => Ok(body),
     }
 }

@@ -12,6 +12,7 @@ use super::app::App;
 use super::blocking::blocking;
 use super::error::ApiError;
 use crate::models::{Description, Name};
+use crate::words::suggestion;
 
 /// All models.
 #[derive(Serialize, JsonSchema)]
@@ -61,7 +62,9 @@ pub async fn get(
     Path(name): Path<String>,
 ) -> Result<Json<ListedModel>, ApiError> {
     let Some((index, _)) = app.models.resolve(&name) else {
-        let message = format!("there is no model `{name}`; see GET /v1/models");
+        let known = app.models.names();
+        let near = suggestion(&name, known.iter().map(|known| known.name.as_str()));
+        let message = format!("there is no model `{name}`; see GET /v1/models{near}");
         return Err(ApiError::model_not_found(message));
     };
     let (names, described) = described(&app).await?;

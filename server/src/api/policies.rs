@@ -227,7 +227,11 @@ fn operated(app: &App, caller: &Caller, name: &str) -> Result<Arc<Policies>, Api
     app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
     let policies = app.models.policies().clone();
     if !policies.has(name) {
-        return Err(ApiError::policy_not_found(name));
+        let known = policies.report().policies;
+        return Err(ApiError::policy_not_found(
+            name,
+            known.iter().map(|known| known.name.as_str()),
+        ));
     }
     Ok(policies)
 }
@@ -256,7 +260,7 @@ fn upload_error(error: Error) -> ApiError {
         Error::Refused { .. } | Error::NotCompiled { .. } => {
             ApiError::policy_refused(error.to_string())
         }
-        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
+        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy, []),
         Error::NoFile { .. } | Error::NotWritten { .. } => {
             ApiError::conflict("policy_not_written", error.to_string())
         }
@@ -266,7 +270,7 @@ fn upload_error(error: Error) -> ApiError {
 
 fn rollback_error(error: Error) -> ApiError {
     match error {
-        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
+        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy, []),
         Error::CannotRollBack { .. }
         | Error::Refused { .. }
         | Error::NotCompiled { .. }

@@ -151,8 +151,7 @@ fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
         return Err(ApiError::unsupported("insecure", "insecure: is not supported"));
     }
     if let Some((name, _)) = body.iter().find(|(_, value)| !value.is_null()) {
-        let message = format!("`{name}` is an unknown field; leave it out");
-        return Err(ApiError::invalid("unknown_parameter", name, message));
+        return Err(ApiError::unknown_field(name, ["model", "name", "stream", "insecure"]));
     }
     let repo = model_id(&repo)
         .map_err(|problem| ApiError::value("model", format!("model: {problem}")))?

@@ -5,6 +5,8 @@ use axum::http::Uri;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
+use steersman_engine::policy::nearest;
+
 use super::error::ApiError;
 use super::fields::{
     Field,
@@ -102,8 +104,12 @@ impl Query {
         let mut known: Vec<(String, String)> = Vec::new();
         for (name, value) in pairs.0 {
             let Some((_, rule)) = fields.iter().find(|(known, _)| *known == name) else {
-                let message =
-                    format!("`{name}` is an unknown parameter of the query; leave it out");
+                let near = nearest(&name, fields.iter().map(|(known, _)| *known));
+                let advice = match near {
+                    Some(near) => format!("did you mean `{near}`?"),
+                    None => "leave it out".into(),
+                };
+                let message = format!("`{name}` is an unknown parameter of the query; {advice}");
                 return Err(ApiError::invalid("unknown_parameter", name, message));
             };
             if let Only(neutral, advice) = rule

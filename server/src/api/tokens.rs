@@ -102,7 +102,7 @@ fn parse_tokenize(mut fields: Map<String, Value>) -> Result<Named<Tokenize>, Api
         let message = "prompt: must be a string; or send messages";
         return Err(ApiError::missing("prompt", message));
     };
-    end(&fields)?;
+    end(&fields, &["model", "prompt", "content", "messages", "return_token_strs", "with_pieces"])?;
     let request = Request { prompt: Some(RawPrompt::Text(text)), ..Request::default() };
     Ok((model, Tokenize { request, field, with_pieces }))
 }
@@ -122,7 +122,7 @@ pub async fn detokenize(
 fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, ApiError> {
     let model = model(&mut fields)?;
     let tokens = fields.shift_remove("tokens").unwrap_or_default();
-    end(&fields)?;
+    end(&fields, &["model", "tokens"])?;
     Ok((model, json::typed("tokens", &tokens)?))
 }
 
@@ -155,14 +155,11 @@ fn model(fields: &mut Map<String, Value>) -> Result<Option<String>, ApiError> {
     }
 }
 
-/// Rejects any field that is left and not null as unknown.
-fn end(fields: &Map<String, Value>) -> Result<(), ApiError> {
+/// Rejects any field that is left and not null as unknown; `known` are the names of the fields.
+fn end(fields: &Map<String, Value>, known: &[&str]) -> Result<(), ApiError> {
     match fields.iter().find(|(_, value)| !value.is_null()) {
         None => Ok(()),
-        Some((name, _)) => {
-            let message = format!("`{name}` is an unknown field; leave it out");
-            Err(ApiError::invalid("unknown_parameter", name, message))
-        }
+        Some((name, _)) => Err(ApiError::unknown_field(name, known.iter().copied())),
     }
 }
 

@@ -10,6 +10,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use super::out_of;
+use crate::words::suggestion;
 
 /// What separates the name of a server from that of its tool. No server's name contains it.
 pub const SEPARATOR: &str = "__";
@@ -95,9 +96,10 @@ impl McpConfig {
             let (server, tool) = split(grant);
             let known: Vec<_> = self.servers.keys().map(String::as_str).collect();
             if !self.servers.contains_key(server) {
+                let near = suggestion(server, known.iter().copied());
                 let known = if known.is_empty() { "none".into() } else { known.join(", ") };
                 problems.push(format!(
-                    "{key}: there is no server `{server}` in [mcp.servers], which has {known}"
+                    "{key}: there is no server `{server}` in [mcp.servers], which has {known}{near}"
                 ));
             } else if tool == Some("") {
                 problems.push(format!(

@@ -1,12 +1,12 @@
 //! `[models.NAME]` and `[aliases]`: models that are loaded on demand, and further names.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use serde::Deserialize;
-use toml::Spanned;
 
 use super::{FileConfig, out_of};
 use crate::hub;
+use crate::words::suggestion;
 
 /// A week in seconds.
 const WEEK_S: u64 = 7 * 24 * 3600;
@@ -21,12 +21,6 @@ pub struct OnDemandConfig {
     pub keep_alive_s: u64,
     /// Whether it stays loaded once it is.
     pub pinned: bool,
-}
-
-/// Lines of the aliases in the text of a file, by alias.
-pub fn lines(text: &str, aliases: &BTreeMap<String, Spanned<String>>) -> BTreeMap<String, usize> {
-    let line = |target: &Spanned<String>| text[..target.span().start].matches('\n').count() + 1;
-    aliases.iter().map(|(alias, target)| (alias.clone(), line(target))).collect()
 }
 
 impl FileConfig {
@@ -68,11 +62,9 @@ impl FileConfig {
             problems.extend(out_of(&format!("{key}.keep_alive_s"), model.keep_alive_s, 0, WEEK_S));
         }
         for (alias, target) in &self.aliases {
-            let line = self.alias_lines.get(alias);
-            let at = line.map(|line| format!(" (line {line})")).unwrap_or_default();
-            let key = format!("aliases.{}{at}", alias.escape_debug());
+            let key = format!("aliases.{}", alias.escape_debug());
             problems.extend(
-                self.problem_of_alias(alias, target.get_ref(), &names)
+                self.problem_of_alias(alias, target, &names)
                     .map(|problem| format!("{key}: {problem}")),
             );
         }
@@ -90,7 +82,7 @@ impl FileConfig {
     /// What is wrong with a destination for requests of `profile`: a model that it uses, `MODEL@PROFILE`, an
     /// alias of these, or a profile.
     fn problem_of_route(&self, profile: &str, route: &str, names: &[String]) -> Option<String> {
-        let target = self.aliases.get(route).map_or(route, |target| target.get_ref());
+        let target = self.aliases.get(route).map_or(route, String::as_str);
         let is_named = |model: &str| names.iter().any(|name| name == model);
         if is_named(target) {
             let serves = self.serves(target, profile);
@@ -110,8 +102,10 @@ impl FileConfig {
         let models = names.iter().map(|name| format!("`{name}`"));
         let known: BTreeSet<_> = models.chain(profiles).collect();
         let known = known.into_iter().collect::<Vec<_>>().join(", ");
+        let both = names.iter().chain(self.profiles.keys()).map(String::as_str);
+        let near = suggestion(route, both);
         Some(format!(
-            "`{route}` is neither a model nor a profile; use MODEL, MODEL@PROFILE or PROFILE of {known}"
+            "`{route}` is neither a model nor a profile; use MODEL, MODEL@PROFILE or PROFILE of {known}{near}"
         ))
     }
 
@@ -131,15 +125,18 @@ impl FileConfig {
         let known: BTreeSet<_> = names.iter().map(|name| format!("`{name}`")).collect();
         let known = known.into_iter().collect::<Vec<_>>().join(", ");
         let Some((model, profile)) = target.rsplit_once('@') else {
+            let near = suggestion(target, names.iter().map(String::as_str));
             return Some(format!(
-                "there is no model `{target}`; use {known}, or one of them with @PROFILE"
+                "there is no model `{target}`; use {known}, or one of them with @PROFILE{near}"
             ));
         };
         if !names.iter().any(|name| name == model) {
-            return Some(format!("there is no model `{model}`; use {known}"));
+            let near = suggestion(model, names.iter().map(String::as_str));
+            return Some(format!("there is no model `{model}`; use {known}{near}"));
         }
+        let near = suggestion(profile, self.profiles.keys().map(String::as_str));
         let serves = self.serves(model, profile);
-        (!serves).then(|| format!("there is no profile `{profile}` that uses `{model}`"))
+        (!serves).then(|| format!("there is no profile `{profile}` that uses `{model}`{near}"))
     }
 
     /// Whether requests of `profile` may use `model`.
@@ -222,13 +219,16 @@ mod tests {
             ("\"a@b\" = 'quick'", "a name is letters"),
             ("a = ''", "there is no model ``"),
         ] {
-            let problems = problems(&format!("{MODELS}[aliases]\n\n{alias}\n"));
+            let text = format!("{MODELS}[aliases]\n\n{alias}\n");
+            let problems = problems(&text);
             assert_eq!(problems.len(), 1, "{problems:?}");
-            let problem = &problems[0];
-            assert!(problem.contains("(line 10)") && problem.contains(words), "{problem}");
+            assert!(problems[0].contains(words), "{problems:?}");
+            let file = FileConfig::parse(&text).unwrap();
+            let error = file.check().unwrap_err().to_string();
+            assert!(error.starts_with("line 10: aliases."), "{error}");
         }
         let chain = problems(&format!("{MODELS}[aliases]\na = 'small'\nb = 'a'"));
-        assert!(chain[0].contains("aliases.b (line 10): `a` is an alias itself"), "{chain:?}");
+        assert!(chain[0].contains("aliases.b: `a` is an alias itself"), "{chain:?}");
     }
 
     #[test]

@@ -97,26 +97,9 @@ impl ProfileConfig {
     }
 }
 
-/// The first problem of each section and each profile of the engine's configuration.
+/// The problems of the engine's configuration.
 pub(super) fn problems_of_engine(config: &Config) -> Vec<String> {
-    let Config { engine, speculation, store, policy, profiles, .. } = config.clone();
-    let mut parts = vec![
-        Config { engine, ..Config::default() },
-        Config { speculation, ..Config::default() },
-        Config { store, ..Config::default() },
-        Config { policy, ..Config::default() },
-    ];
-    let one = |profile| Config { profiles: BTreeMap::from([profile]), ..Config::default() };
-    parts.extend(profiles.into_iter().map(one));
-    // Values of different sections may contradict each other.
-    parts.push(config.clone());
-    let problems = parts.into_iter().filter_map(|part| Some(part.check().err()?.to_string()));
-    problems.fold(Vec::new(), |mut problems, problem| {
-        if !problems.contains(&problem) {
-            problems.push(problem);
-        }
-        problems
-    })
+    config.problems().iter().map(ToString::to_string).collect()
 }
 
 /// The problem of `value` if it is not from `least` to `most`.

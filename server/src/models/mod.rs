@@ -201,6 +201,11 @@ impl Models {
         self.served.iter().map(|served| served.name.as_str())
     }
 
+    /// Names of the profiles.
+    pub fn profiles(&self) -> impl Iterator<Item = &str> {
+        self.of_profile.keys().map(String::as_str)
+    }
+
     /// Names for clients: the first model's, those of models that are loaded on demand, `model@profile` for
     /// each profile but `default`, and the aliases.
     pub fn names(&self) -> Vec<Name> {
@@ -325,6 +330,11 @@ impl Models {
         let reports = self.pool.report().into_iter().enumerate();
         let one = |(index, report)| (self.name(index).into(), self.state(index, &report), report);
         reports.map(one).collect()
+    }
+
+    /// Folders of the files of all models that are on this machine. Blocks while it looks for them.
+    pub fn folders(&self) -> impl Iterator<Item = PathBuf> {
+        self.served.iter().filter_map(|served| served.files.as_ref()?.folder())
     }
 
     /// Most bytes of the weights of all loaded models.

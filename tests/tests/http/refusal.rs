@@ -48,7 +48,7 @@ async fn invalid_values_are_rejected_by_path() {
     for (extra, code, param, words) in [
         (json!({"model": 3}), "invalid_type", "model", "expected a string"),
         (json!({"messages": []}), "missing_required_parameter", "messages", "at least one"),
-        (json!({"messages": "hi"}), "invalid_type", "messages", "expected a sequence"),
+        (json!({"messages": "hi"}), "invalid_type", "messages", "expected a list"),
         (json!({"messages": ["hi"]}), "invalid_type", "messages[0]", "messages[0]"),
         (user(json!(3)), "invalid_type", "messages[0].content", "a string or a list"),
         (user(Value::Null), "invalid_value", "messages[0].content", "missing"),
@@ -156,6 +156,18 @@ async fn invalid_values_are_rejected_by_path() {
             "unknown_parameter",
             "stream_options.colour",
             "unknown field",
+        ),
+        (
+            json!({"stream": true, "stream_options": {"include_usge": true}}),
+            "unknown_parameter",
+            "stream_options.include_usge",
+            "did you mean `include_usage`?",
+        ),
+        (
+            json!({"temprature": 0.5}),
+            "unknown_parameter",
+            "temprature",
+            "did you mean `temperature`?",
         ),
         (tool(json!({})), "missing_required_parameter", "tools[0].type", "function"),
         (tool(json!({"type": "function"})), "invalid_value", "tools[0].function.name", "name"),

@@ -33,7 +33,7 @@ impl Policies {
         let user = self.users(policy).next().map_or("", |(name, _)| name);
         let (bundle, origin) = match self.read(policy, source) {
             Ok(Some((bundle, origin))) => (Ok(bundle), origin),
-            Ok(None) => return Err(Error::refused(policy, source.missing()).in_profile(user)),
+            Ok(None) => return Err(Error::refused(policy, source.missing(policy)).in_profile(user)),
             Err(error) => (Err(error), Origin::File),
         };
         let seen = bundle.as_ref().ok().map(digest_of);
@@ -140,7 +140,7 @@ impl Policies {
     /// Loads what a pending policy is loaded from, and activates it.
     fn attempt(&self, policy: &str, source: &Source) -> Result<(), Error> {
         let Some((bundle, origin)) = self.read(policy, source)? else {
-            return Err(Error::refused(policy, source.missing()));
+            return Err(Error::refused(policy, source.missing(policy)));
         };
         if origin == Origin::File {
             self.active().policy(policy).seen = Some(digest_of(&bundle));

@@ -17,13 +17,14 @@ use crate::chain::own_params;
 use crate::contract::{Hook, Params, Policy, RequestView};
 use crate::error::Error;
 use crate::sandbox::{Component, Context};
-use crate::schema::{Schemas, conform};
+use crate::schema::{Schema, Schemas, nearest, problems};
+use crate::shipped::SHIPPED;
 
 /// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each.
 ///
 /// # Errors
-/// [`Error::Config`] names a parameter that no policy of the profile knows. It is logged instead if an
-/// earlier version of a policy runs in place of a broken one, which may know it.
+/// [`Error::Params`] names all parameters that no policy of the profile knows. They are logged instead if an
+/// earlier version of a policy runs in place of a broken one, which may know them.
 pub fn check(
     profile: &str,
     chain: &ProfileChain,
@@ -39,10 +40,10 @@ pub fn check(
         (policy.clone(), version.and_then(|version| version.schema.clone()))
     });
     let schemas: Schemas = schemas.collect();
-    conform(&schemas, params).map_err(|problem| Error::Config {
-        field: "profiles",
-        problem: format!("profile `{profile}`: {problem}"),
-    })?;
+    let problems = problems(&schemas, params);
+    if !problems.is_empty() {
+        return Err(Error::Params { profile: profile.into(), problems });
+    }
     let mut unknown: BTreeSet<_> = params.iter().map(|(param, _)| param.clone()).collect();
     for (policy, _) in &chain.links {
         // Without a version it has a problem, and the rest is logged.
@@ -74,17 +75,46 @@ pub fn check(
             }
         }
     }
-    let Some(param) = unknown.first() else { return Ok(unusable) };
-    let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
-    let problem = format!(
-        "params `{param}` of profile `{profile}`: no policy of the profile knows it, neither {}",
-        names.join(" nor ")
-    );
-    if names.iter().any(|policy| policies[*policy].problem.is_some()) {
-        tracing::warn!(problem, "parameter unknown");
+    if unknown.is_empty() {
         return Ok(unusable);
     }
-    Err(Error::Config { field: "profiles", problem })
+    let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
+    let problems = unknown.into_iter().map(|param| unknown_param(param, &names, &schemas));
+    let error = Error::Params { profile: profile.into(), problems: problems.collect() };
+    if names.iter().any(|policy| policies[*policy].problem.is_some()) {
+        tracing::warn!(problem = %error, "parameter unknown");
+        return Ok(unusable);
+    }
+    Err(error)
+}
+
+/// The parameter `param`, which none of `policies` has, with its problem and the name that is spelt most like it.
+fn unknown_param(param: String, policies: &[&str], schemas: &Schemas) -> (String, String) {
+    let (owner, name) = match policies.iter().find_map(|policy| own_name(&param, policy)) {
+        Some((policy, name)) => (Some(policy), name),
+        None => (None, param.as_str()),
+    };
+    let is_asked = |policy: &str| owner.is_none_or(|owner| owner == policy);
+    let shipped = SHIPPED.iter().filter(|shipped| policies.contains(&shipped.name));
+    let shipped =
+        shipped.filter(|shipped| is_asked(shipped.name)).flat_map(|shipped| shipped.params);
+    let described = schemas.iter().filter(|(policy, _)| is_asked(policy));
+    let described = described.filter_map(|(_, schema)| schema.as_ref()).flat_map(Schema::names);
+    let near = nearest(name, shipped.copied().chain(described));
+    let near = near.map(|near| format!("; did you mean `{near}`?")).unwrap_or_default();
+    let problem = match (owner, policies) {
+        (Some(policy), _) => format!("the policy `{policy}` has no such parameter{near}"),
+        (None, [policy]) => format!("the policy `{policy}` has no such parameter{near}"),
+        (None, _) => {
+            format!("none of the policies {} has such a parameter{near}", policies.join(", "))
+        }
+    };
+    (param, problem)
+}
+
+/// The policy and the name of the parameter `POLICY.NAME`, if `param` is one of `policy`.
+fn own_name<'a>(param: &'a str, policy: &'a str) -> Option<(&'a str, &'a str)> {
+    Some((policy, param.strip_prefix(policy)?.strip_prefix('.')?))
 }
 
 /// The note of a plan with these parameters; `None` if the policy receives none.

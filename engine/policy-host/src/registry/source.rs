@@ -1,13 +1,14 @@
 //! Sources of policies and parameters: names, files, and policies inside the binary.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
 use crate::bundle::{BUNDLE_BYTES, Bundle, GOLDEN_BYTES, SCHEMA_BYTES};
 use crate::config::{Param, PolicyConfig, ProfilePolicies};
 use crate::error::Error;
 use crate::file::read;
-use crate::schema::Schema;
+use crate::schema::{Schema, nearest};
 use crate::shipped::{SHIPPED, Shipped};
 use crate::trust::{Signer, Trust};
 
@@ -21,6 +22,9 @@ const COMPONENT: &str = "wasm";
 /// Extensions of the golden file and the schema of a component.
 const GOLDEN: &str = "jsonl";
 const SCHEMA: &str = "params.toml";
+
+/// Most files of `policy.folder` whose names are suggested for a misspelt one.
+const SUGGESTED_FILES: usize = 256;
 
 /// Characters in the name of a policy.
 const NAME_CHARS: usize = 64;
@@ -168,19 +172,39 @@ impl Source {
         Some(Bundle { component, golden, file, signer: Signer::Nobody, ..Bundle::default() })
     }
 
-    /// The problem to report if the policy does not exist.
-    pub fn missing(&self) -> String {
+    /// The problem to report if the policy `name` does not exist.
+    pub fn missing(&self, name: &str) -> String {
         let names: Vec<_> = SHIPPED.iter().map(|shipped| format!("`{}`", shipped.name)).collect();
+        let own =
+            self.component.as_deref().and_then(Path::parent).map(names_in).unwrap_or_default();
+        let known =
+            SHIPPED.iter().map(|shipped| shipped.name).chain(own.iter().map(String::as_str));
+        let near = nearest(name, known).map(|near| format!("; did you mean `{near}`?"));
         let looked = match self.file() {
             Some(file) => format!("{} does not exist", file.display()),
             None => "is not a shipped policy, and policy.folder is not set".into(),
         };
+        if let Some(near) = near {
+            return format!("{looked}{near}");
+        }
         format!(
             "{looked}; name {}, NAME for NAME.wasm in policy.folder, or the path of a component \
              (policies/README.md explains how to build one)",
             names.join(", ")
         )
     }
+}
+
+/// Names of the policies in `folder`, for a suggestion: at most [`SUGGESTED_FILES`] of its files are looked at.
+fn names_in(folder: &Path) -> Vec<String> {
+    let files = fs::read_dir(folder).into_iter().flatten().take(SUGGESTED_FILES);
+    let paths = files.filter_map(|file| Some(file.ok()?.path()));
+    let is_policy = |path: &PathBuf| {
+        path.extension().is_some_and(|extension| extension == COMPONENT || extension == BUNDLE)
+    };
+    let stems =
+        paths.filter(is_policy).filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()));
+    stems.collect()
 }
 
 /// The schema beside the component `component`, if it exists.
@@ -228,7 +252,7 @@ fn is_path(entry: &str) -> bool {
 ///
 /// # Errors
 /// [`Error::Refused`] if an entry is neither a name nor a path, or two files have one name;
-/// [`Error::Config`] if a parameter belongs to a policy that its profile does not name.
+/// [`Error::Params`] if a parameter belongs to a policy that its profile does not name.
 pub fn resolve_profiles(
     config: &PolicyConfig,
     profiles: &BTreeMap<String, ProfilePolicies>,
@@ -261,22 +285,28 @@ pub fn resolve_profiles(
             }
             links.push((policy, shadow));
         }
-        for param in settings.params.keys().filter(|param| param.contains('.')) {
-            let is_of =
-                |policy: &str| param.strip_prefix(policy).is_some_and(|own| own.starts_with('.'));
-            if !links.iter().any(|(policy, _)| is_of(policy)) {
-                let known: Vec<_> = links.iter().map(|(policy, _)| policy.as_str()).collect();
-                let known = known.join(", ");
-                let problem = format!(
-                    "params `{param}` of profile `{name}`: the profile does not name that policy, \
-                     only {known}"
-                );
-                return Err(Error::Config { field: "profiles", problem });
-            }
+        let names: Vec<_> = links.iter().map(|(policy, _)| policy.as_str()).collect();
+        let problems: Vec<_> =
+            settings.params.keys().filter_map(|param| of_no_policy(param, &names)).collect();
+        if !problems.is_empty() {
+            return Err(Error::Params { profile: name.clone(), problems });
         }
         chains.insert(name.clone(), ProfileChain { links, settings: settings.clone() });
     }
     Ok((chains, sources))
+}
+
+/// The parameter and the problem, if it is a parameter of one policy, and of none of `policies`.
+fn of_no_policy(param: &str, policies: &[&str]) -> Option<(String, String)> {
+    let (owner, _) = param.split_once('.')?;
+    let is_of = |policy: &&str| param.strip_prefix(policy).is_some_and(|own| own.starts_with('.'));
+    if policies.iter().any(is_of) {
+        return None;
+    }
+    let near = nearest(owner, policies.iter().copied());
+    let near = near.map(|near| format!("; did you mean `{near}`?")).unwrap_or_default();
+    let known = policies.join(", ");
+    Some((param.into(), format!("the profile does not name that policy, only {known}{near}")))
 }
 
 /// The text of a parameter.

@@ -277,12 +277,16 @@ fn a_parameter_that_no_policy_of_the_profile_knows_is_refused() {
     let blind = folder.path().join("blind.wasm");
     fs::write(&blind, stepper("i32.const 0", "")).unwrap();
     let blind = blind.to_str().unwrap();
-    let nobody = |names: &str| format!("no policy of the profile knows it, neither {names}");
-    let cases: [(&[&str], &str, Option<String>); 11] = [
+    let of_one = |policy: &str| format!("the policy `{policy}` has no such parameter");
+    let of_none = |names: &str| format!("none of the policies {names} has such a parameter");
+    let near = |problem: String, name: &str| Some(format!("{problem}; did you mean `{name}`?"));
+    let cases: [(&[&str], &str, Option<String>); 14] = [
         (&["default"], "reasoning_budget", None),
-        (&["default"], "budget", Some(nobody("default"))),
+        (&["default"], "budget", Some(of_one("default"))),
+        (&["default"], "reasoning_budgt", near(of_one("default"), "reasoning_budget")),
         (&["default"], "default.reasoning_budget", None),
-        (&["default"], "default.budget", Some(nobody("default"))),
+        (&["default"], "default.budget", Some(of_one("default"))),
+        (&["default"], "default.reasoningbudget", near(of_one("default"), "reasoning_budget")),
         (
             &["default"],
             "agent.escapes",
@@ -290,21 +294,52 @@ fn a_parameter_that_no_policy_of_the_profile_knows_is_refused() {
         ),
         (&["default", "agent"], "escapes", None),
         (&["default", "agent"], "agent.escapes", None),
-        (&["default", "agent"], "default.escapes", Some(nobody("default nor agent"))),
-        (&["rules", "default"], "rule", Some(nobody("rules nor default"))),
+        (
+            &["default", "agent"],
+            "agnt.escapes",
+            Some(
+                "the profile does not name that policy, only default, agent; did you mean `agent`?"
+                    .into(),
+            ),
+        ),
+        // `escapes` is a parameter of the other one.
+        (&["default", "agent"], "default.escapes", Some(of_one("default"))),
+        (&["rules", "default"], "rule", near(of_none("rules, default"), "rules")),
         // It notes nothing.
         (&["default", "passthrough"], "budget", None),
         // It has no hook that receives parameters.
-        (&[blind], "budget", Some(nobody("blind"))),
+        (&[blind], "budget", Some(of_one("blind"))),
     ];
     for (policies, param, problem) in cases {
         let profiles = profile_with(policies, &[(param, "7".into())]);
         let error = load_with(&PolicyConfig::default(), &profiles).err();
         let error = error.map(|error| error.to_string());
-        let expected = problem
-            .map(|problem| format!("profiles: params `{param}` of profile `agent`: {problem}"));
+        let expected = problem.map(|problem| format!("profiles.agent.params.{param}: {problem}"));
         assert_eq!(error, expected, "{policies:?} {param}");
     }
+}
+
+#[test]
+fn all_unknown_parameters_of_a_profile_are_named() {
+    let params = [("budget", "7".into()), ("reasoning", "on".into()), ("hints", "x".into())];
+    let error = load_with(&PolicyConfig::default(), &profile_with(&["default"], &params)).err();
+    let Some(Error::Params { profile, problems }) = error else { panic!("{error:?}") };
+    let names: Vec<_> = problems.iter().map(|(param, _)| param.as_str()).collect();
+    assert_eq!((profile.as_str(), names), ("agent", vec!["budget", "hints"]));
+}
+
+/// Of a misspelt name only a list of all policies was shown.
+#[test]
+fn the_policy_that_was_meant_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("house-style.wasm"), stepper("i32.const 0", "")).unwrap();
+    let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
+    for (name, near) in [("defualt", "default"), ("house_style", "house-style")] {
+        let error = load_with(&config, &profile_with(&[name], &[])).err().unwrap().to_string();
+        assert!(error.contains(&format!("did you mean `{near}`?")), "{error}");
+    }
+    let error = load_with(&config, &profile_with(&["mine"], &[])).err().unwrap().to_string();
+    assert!(error.contains("`passthrough`") && !error.contains("did you mean"), "{error}");
 }
 
 /// The file of the policy may be broken for a moment, and its parameters must not stop the start then.

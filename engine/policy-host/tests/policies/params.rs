@@ -266,7 +266,7 @@ fn a_version_that_fails_with_the_parameters_of_its_profile_is_refused() {
         Policies::load(&config, &profiles, &storage())
     };
     // Known to no policy without `on-request`.
-    assert!(load("fine").err().unwrap().to_string().contains("no policy of the profile knows it"));
+    assert!(load("fine").err().unwrap().to_string().contains("`mine` has no such parameter"));
     let mut answers = Answers::default();
     let plan = format!("i32.const {}", answers.add("on-request", &record([])));
     let patient = component(&[("on-request", &plan)], &answers.data());

@@ -210,8 +210,7 @@ fn text(path: &str, content: Option<Value>, is_assistant: bool) -> Result<String
         let unknown = part.as_object().and_then(|part| part.keys().find(|name| !known(name)));
         if let Some(name) = unknown {
             let param = format!("{path}[{k}].{name}");
-            let message = format!("{param}: unknown field; leave it out");
-            return Err(ApiError::invalid("unknown_parameter", param, message));
+            return Err(ApiError::unknown_field(param, ["type", key, "cache_control"]));
         }
         part.get(key).and_then(Value::as_str).map(str::to_string).ok_or_else(|| {
             let param = format!("{path}[{k}].{key}");
