@@ -17,6 +17,8 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::words::suggestion;
+
 /// Name of the file in the data folder.
 pub const FILE: &str = "keys.json";
 
@@ -167,9 +169,13 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
         }
         Task::List => list(&keys, out)?,
         Task::Revoke { name } => {
-            let known = keys.keys.iter_mut().find(|key| key.name == *name);
-            let key = known
-                .with_context(|| format!("there is no key `{name}`; see `steersman keys list`"))?;
+            // Of several keys with this name, all but the newest are revoked.
+            let known = keys.keys.iter().rposition(|key| key.name == *name);
+            let index = known.with_context(|| {
+                let near = suggestion(name, keys.keys.iter().map(|key| key.name.as_str()));
+                format!("there is no key `{name}`; see `steersman keys list`{near}")
+            })?;
+            let key = &mut keys.keys[index];
             ensure!(key.revoked.is_none(), "the key `{name}` is already revoked");
             key.revoked = Some(Timestamp::now());
             let prefix = key.prefix.clone();
@@ -191,16 +197,19 @@ impl Create {
             is_plain,
             "`{name}` is no name of a key: use 1 to {NAME} letters, digits, and - _ . @"
         );
-        let is_new = keys.keys.iter().all(|key| key.name != *name);
+        // Only a revoked key leaves its name to a new one.
+        let is_free = keys.keys.iter().all(|key| key.name != *name || key.revoked.is_some());
         ensure!(
-            is_new,
-            "there is a key `{name}` already, perhaps a revoked one; choose another name"
+            is_free,
+            "there is a key `{name}` already; choose another name, or revoke it first with \
+             `steersman keys revoke {name}`"
         );
         if let Some(profile) = profile {
             let is_known = profile == "default" || profiles.contains(profile);
             ensure!(
                 is_known,
-                "the configuration has no profile `{profile}`; name its file with --config"
+                "the configuration has no profile `{profile}`; name its file with --config{}",
+                suggestion(profile, profiles.iter().map(String::as_str))
             );
         }
         let mut bytes = [0; BYTES];

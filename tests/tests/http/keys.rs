@@ -162,20 +162,40 @@ async fn a_file_of_keys_that_is_lost_or_damaged_opens_nothing() {
 fn wrong_names_are_explained() {
     let folder = tempfile::tempdir().unwrap();
     keys(folder.path(), "create laptop").unwrap();
+    keys(folder.path(), "create desk").unwrap();
     keys(folder.path(), "revoke laptop").unwrap();
     let cases = [
-        ("create laptop", "choose another name"),
+        (
+            "create desk",
+            "choose another name, or revoke it first with `steersman keys revoke desk`",
+        ),
         ("create a/b", "use 1 to 64 letters"),
         ("create x --profile none", "no profile `none`; name its file with --config"),
         ("create x --profile strict --operator", "cannot be used with"),
         ("revoke phone", "there is no key `phone`"),
+        ("revoke dsk", "did you mean `desk`?"),
         ("revoke laptop", "already revoked"),
     ];
     for (command, words) in cases {
         let error = keys(folder.path(), command).unwrap_err();
         assert!(error.contains(words), "{command}: {error}");
     }
-    assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 2);
+    assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 3);
+}
+
+/// The name of a revoked key was lost for ever.
+#[tokio::test]
+async fn a_revoked_key_leaves_its_name_to_a_new_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let old = keys(folder.path(), "create laptop").unwrap();
+    keys(folder.path(), "revoke laptop").unwrap();
+    let new = keys(folder.path(), "create laptop").unwrap();
+    assert_eq!((status(&app, &old, "").await, status(&app, &new, "").await), (401, 200));
+    // The newest key of this name is meant, and the old one stays listed.
+    keys(folder.path(), "revoke laptop").unwrap();
+    assert_eq!(status(&app, &new, "").await, 401);
+    assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 3);
 }
 
 /// Fault A12: with `keys.json` as a pipe all routes waited for ever, with a link to /dev/zero the server took all memory.
