@@ -37,6 +37,7 @@ mod pull;
 mod pulls;
 mod query;
 mod register;
+mod remove;
 mod reply;
 mod request_id;
 mod requests;
@@ -61,7 +62,7 @@ use axum::extract::{Path, Request};
 use axum::http::{HeaderMap, header};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 
 pub use self::operations::document;
 
@@ -123,6 +124,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/show", post(ollama::show))
         .route("/api/version", get(ollama::version))
         .route("/api/pull", post(pull::pull_as_ollama))
+        .route("/api/delete", delete(remove::delete_as_ollama))
         .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))

@@ -168,6 +168,14 @@ pub const OPERATIONS: &[Operation] = &[
         &[(JSON, reply::<pull::OllamaPulled>), (LINES, reply::<pull::OllamaPulled>)],
     )
     .with_key(Key::Operator),
+    Operation {
+        method: "delete",
+        path: "/api/delete",
+        summary: "Removes a downloaded model, for clients of Ollama",
+        key: Key::Operator,
+        body: Some((JSON, body::<Show>)),
+        replies: &[],
+    },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
     get("/v1/policies", "Active versions of policies", &[(JSON, reply::<policies::PoliciesBody>)]),
     post(

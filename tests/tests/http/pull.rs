@@ -15,9 +15,9 @@ const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
 const FILES: [(&str, &str); 3] =
     [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "weights")];
 
-/// Answers as a hub with the repo `owner/tiny`.
+/// Answers as a hub with the repos `owner/tiny` and, with the same files, `owner/other`.
 async fn answer_as_hub(request: HttpRequest) -> Response {
-    let path = request.uri().path();
+    let path = &request.uri().path().replacen("/owner/other/", "/owner/tiny/", 1);
     if path == "/api/models/owner/tiny/revision/main" {
         let file = |(name, text): (&str, &str)| json!({"rfilename": name, "size": text.len()});
         let files: Vec<_> = FILES.into_iter().map(file).collect();
@@ -122,6 +122,38 @@ async fn clients_of_ollama_download_models_in_lines_or_at_once() {
     let body = json!({"name": "owner/tiny", "stream": false, "insecure": false});
     let (status, text) = pull(&app, "/api/pull", "op", &body).await;
     assert_eq!((status, text.as_str()), (200, "{\"status\":\"success\"}"));
+}
+
+#[tokio::test]
+async fn clients_of_ollama_remove_models_that_the_configuration_does_not_name() {
+    let cache = cache();
+    let app = app_with_hub(cache.path()).await;
+    let delete = async |key: &str, body: Value| {
+        let request = ClientRequest::delete("/api/delete")
+            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::from(body.to_string()));
+        let response = send(&app, request.unwrap()).await;
+        let status = response.status().as_u16();
+        (status, String::from_utf8(bytes(response).await.to_vec()).unwrap())
+    };
+    let body = json!({"model": "owner/other", "stream": false});
+    assert_eq!(pull(&app, "/api/pull", "op", &body).await.0, 200);
+    let folder = cache.path().join("models--owner--other");
+    for (key, body, status, words) in [
+        ("other", json!({"model": "owner/other"}), 401, "operator"),
+        ("op", json!({}), 400, "model"),
+        ("op", json!({"model": "owner/othr"}), 404, "similar: owner/other"),
+        // It is served.
+        ("op", json!({"model": "owner/tiny"}), 409, "the configuration names"),
+    ] {
+        let (found, text) = delete(key, body.clone()).await;
+        assert_eq!(found, status, "{body}: {text}");
+        assert!(text.contains(words), "`{words}` is not in {text}");
+    }
+    assert!(folder.is_dir());
+    assert_eq!(delete("op", json!({"name": "owner/other"})).await, (200, String::new()));
+    assert!(!folder.exists());
 }
 
 #[tokio::test]

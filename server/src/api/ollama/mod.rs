@@ -14,6 +14,7 @@ pub use self::embed::Embed;
 pub use self::models::{ModelList, Shown, Version, running, show, tags, version};
 pub use self::reply::{ChatContent, Embedded, GeneratedContent, Line, OneEmbedding};
 use self::reply::{Content, DoneReason, End};
+pub use self::request::named;
 use super::error::ApiError;
 use super::extension::Extension;
 use super::fields;

@@ -127,14 +127,47 @@ fn family(described: &Description) -> &str {
 
 fn details(described: &Description) -> Details {
     let (family, facts) = (family(described), described.facts.as_deref());
-    let billions = |parameters: u64| format!("{:.1}B", parameters as f64 / 1e9);
+    let files = facts.map(|facts| facts.files.as_slice()).unwrap_or_default();
+    let gguf = files.iter().map(|(name, _)| name.as_str()).find(|name| name.ends_with(".gguf"));
     Details {
         parent_model: "",
-        format: "safetensors",
+        format: if gguf.is_some() { "gguf" } else { "safetensors" },
         family: family.into(),
         families: [family.into()],
-        parameter_size: facts.map(|facts| billions(facts.parameters)).unwrap_or_default(),
-        quantization_level: facts.map(|facts| facts.quantization.clone()).unwrap_or_default(),
+        parameter_size: facts.map(|facts| parameter_size(facts.parameters)).unwrap_or_default(),
+        quantization_level: facts
+            .map(|facts| quantization_level(&facts.quantization, gguf))
+            .unwrap_or_default(),
+    }
+}
+
+/// The number of parameters as Ollama writes it: `8.0B`, `494.03M`.
+fn parameter_size(parameters: u64) -> String {
+    let number = parameters as f64;
+    match parameters {
+        1_000_000_000.. => format!("{:.1}B", number / 1e9),
+        1_000_000.. => format!("{:.2}M", number / 1e6),
+        1_000.. => format!("{:.2}K", number / 1e3),
+        _ => parameters.to_string(),
+    }
+}
+
+/// The type of the weights in a word that Ollama uses: `Q4_K_M` as the name of a GGUF file has it, `int4` of packed
+/// weights in safetensors, or the type of floats. `quantization` is that of the files: `4 bits in groups of 64`.
+fn quantization_level(quantization: &str, gguf: Option<&str>) -> String {
+    let is_type = |part: &&str| {
+        let mut bytes = part.bytes();
+        let digit = bytes.by_ref().find(|byte| !b"IQiq".contains(byte));
+        part.len() > 1
+            && part.starts_with(['Q', 'q', 'I', 'i'])
+            && digit.is_some_and(|b| b.is_ascii_digit())
+    };
+    let of_name =
+        gguf.and_then(|name| name.trim_end_matches(".gguf").rsplit(['-', '.']).find(is_type));
+    match (of_name, quantization.split_once(" bits")) {
+        (Some(name), _) => name.to_ascii_uppercase(),
+        (None, Some((bits, _))) => format!("int{bits}"),
+        (None, None) => quantization.into(),
     }
 }
 
@@ -147,7 +180,7 @@ pub async fn show(
     body: Body,
 ) -> Result<Json<Shown>, ApiError> {
     let body = app.read_json(&headers, body, None).await?;
-    let name = app.bodies.parse(body.bytes, request::shown).await?;
+    let name = app.bodies.parse(body.bytes, request::named).await?;
     let index = app.destination(&caller, &headers, name)?.index();
     let described = described(&app).await?.1.swap_remove(index);
     let info = described.engine.as_ref().map(|engine| engine.info());
@@ -173,4 +206,38 @@ pub async fn show(
         model_info,
         capabilities,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 18.9 million parameters were `0.0B`.
+    #[test]
+    fn sizes_and_types_are_written_as_by_ollama() {
+        for (parameters, size) in [
+            (18_900_000, "18.90M"),
+            (494_032_768, "494.03M"),
+            (8_030_000_000, "8.0B"),
+            (70_600_000_000, "70.6B"),
+            (12_345, "12.35K"),
+            (7, "7"),
+        ] {
+            assert_eq!(parameter_size(parameters), size);
+        }
+        let four = "4 bits in groups of 64";
+        for (quantization, gguf, level) in [
+            (four, None, "int4"),
+            ("8 bits in groups of 32", None, "int8"),
+            ("BF16", None, "BF16"),
+            (four, Some("Qwen3.5-4B-Q4_K_M.gguf"), "Q4_K_M"),
+            (four, Some("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"), "Q4_K_M"),
+            (four, Some("llama.IQ4_XS.gguf"), "IQ4_XS"),
+            (four, Some("Qwen3-4B-Q8_0-00001-of-00002.gguf"), "Q8_0"),
+            (four, Some("model.gguf"), "int4"),
+            ("F16", Some("Qwen3-4B-F16.gguf"), "F16"),
+        ] {
+            assert_eq!(quantization_level(quantization, gguf), level, "{quantization} {gguf:?}");
+        }
+    }
 }

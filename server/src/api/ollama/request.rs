@@ -373,11 +373,11 @@ fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Messa
     })
 }
 
-/// Parses a body of `POST /api/show`: the name of a model.
+/// Parses a body of `POST /api/show` or `DELETE /api/delete`: the name of a model.
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn shown(mut fields: Map<String, Value>) -> Result<Option<String>, ApiError> {
+pub fn named(mut fields: Map<String, Value>) -> Result<Option<String>, ApiError> {
     let name = fields.shift_remove("model").or(fields.shift_remove("name")).unwrap_or_default();
     match name {
         Value::Null => Ok(None),

@@ -1,0 +1,76 @@
+//! Ollama's `DELETE /api/delete`: removes a downloaded model from the cache of this machine, for operators, as
+//! `steersman rm` does.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use steersman_models::hub::Hub;
+use steersman_models::snapshots;
+
+use super::access::Caller;
+use super::app::App;
+use super::blocking::{blocking, internal};
+use super::error::ApiError;
+use super::ollama::named;
+
+/// `DELETE /api/delete`
+pub async fn delete_as_ollama(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<StatusCode, ApiError> {
+    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let body = app.read_json(&headers, body, None).await?;
+    let name = app.bodies.parse(body.bytes, named).await?;
+    let name =
+        name.ok_or_else(|| ApiError::missing("model", "model: must be the name of a model"))?;
+    // While it is removed, nobody downloads it.
+    let Some(turn) = app.pulls.begin(&name) else {
+        let message =
+            "a download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)";
+        return Err(ApiError::conflict("pull_in_progress", message));
+    };
+    blocking(move || {
+        let removed = remove(&app, &name);
+        drop(turn);
+        removed
+    })
+    .await??;
+    Ok(StatusCode::OK)
+}
+
+/// Removes the repo `name` from the cache, unless a model of the configuration has its files there. Blocks.
+fn remove(app: &App, name: &str) -> Result<(), ApiError> {
+    let hub = app.hub.clone().unwrap_or_else(Hub::from_env);
+    let served = || {
+        ApiError::conflict(
+            "model_in_use",
+            format!(
+                "the configuration names the model `{name}`; remove it there and restart the server first"
+            ),
+        )
+    };
+    if app.models.resolve(name).is_some() {
+        return Err(served());
+    }
+    let listed = snapshots::list(&hub).map_err(internal)?;
+    let names: Vec<_> = listed.iter().map(|snapshot| snapshot.repo_id.as_str()).collect();
+    let Some(snapshot) = listed.iter().find(|snapshot| snapshot.repo_id == name) else {
+        let similar = snapshots::similar(name, &names);
+        let message = format!("there is no model `{name}` in the cache of this machine{similar}");
+        return Err(ApiError::model_not_found(message));
+    };
+    let root = |folder: &Path| folder.canonicalize().unwrap_or_else(|_| folder.into());
+    let folders: Vec<PathBuf> = app.models.folders().map(|folder| root(&folder)).collect();
+    if snapshot.folder.as_deref().is_some_and(|folder| folders.contains(&root(folder))) {
+        return Err(served());
+    }
+    let removed = snapshots::remove(&hub, name).map_err(internal)?;
+    tracing::info!(model = name, bytes = removed.bytes, "model removed by an operator");
+    Ok(())
+}
