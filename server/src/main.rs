@@ -55,53 +55,74 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve a model with OpenAI's chat API.
+    /// Serve models with the APIs of OpenAI, Anthropic and Ollama, and a console for browsers.
+    #[command(after_help = "Example:\n  steersman serve --model mlx-community/Qwen3.5-4B-MLX-4bit")]
     Serve(Serve),
-    /// Chat with a model in the terminal: on the server that runs, or loaded in this process.
-    Chat(Chat),
     /// Print the answer to one prompt, or chat if there is none: on the server that runs, or with a model
     /// loaded in this process. Fails without a whole answer.
+    #[command(
+        after_help = "Example:\n  git diff | steersman run MODEL \"Write a commit title for this diff.\""
+    )]
     Run(Run),
+    /// Chat with a model in the terminal: on the server that runs, or loaded in this process.
+    #[command(after_help = "Example:\n  steersman chat --url http://127.0.0.1:11436")]
+    Chat(Chat),
+    /// Download a model from Hugging Face, or continue a download.
+    #[command(after_help = "Example:\n  steersman pull mlx-community/Qwen3.5-4B-MLX-4bit")]
+    Pull(Managed<Pull>),
+    /// List the models on this machine and those of the configuration.
+    #[command(after_help = "Example:\n  steersman list")]
+    List(Managed<List>),
+    /// Show one model: family, layers, quantization, files, and the memory that it needs.
+    #[command(after_help = "Example:\n  steersman show mlx-community/Qwen3.5-4B-MLX-4bit")]
+    Show(Managed<Show>),
+    /// Remove a downloaded model.
+    #[command(after_help = "Example:\n  steersman rm mlx-community/Qwen3.5-4B-MLX-4bit")]
+    Rm(Managed<Remove>),
     /// Report what this machine has, what the server chooses by it and why, and what to change.
+    #[command(after_help = "Example:\n  steersman doctor mlx-community/Qwen3.5-4B-MLX-4bit")]
     Doctor(Doctor),
     /// Write a configuration with every key, its default on this machine and a comment.
+    #[command(after_help = "Example:\n  steersman init steersman.toml")]
     Init(Init),
     /// Check a configuration without starting a server: its values, and the models, policies and
-    /// other files that it names. Prints each problem; fails if there are any.
+    /// other files that it names. Prints each problem with its line; fails if there are any.
+    #[command(after_help = "Example:\n  steersman check steersman.toml")]
     Check(Check),
-    /// Check on this machine that all decoding paths of a model give equal replies: prefill in
-    /// chunks, resuming from saved state, rewinding and drafts. Fails if any reply differs.
-    Verify(Verify),
-    /// Measure after which layer a model can exit, for early-exit drafts, and the cost of skipping
-    /// feed-forward blocks, for engine.skip_kl. Saves the result in the data folder for `serve`.
-    Calibrate(Calibrate),
-    /// Inspect and maintain the state saved on disk, while no server has it open. A running server
-    /// reports its state at GET /v1/cache.
-    Cache(Cache),
-    /// List and call the tools of the MCP servers in the configuration.
-    Mcp(Mcp),
     /// Create, list and revoke keys, also while a server runs. The server has those of its configuration, too.
+    #[command(after_help = "Example:\n  steersman keys create laptop")]
     Keys(Keys),
     /// Create, build, test, replay and measure policies, and manage those of a running server: the
     /// program steersman-policy.
     #[command(disable_help_flag = true)]
     Policy(Passed),
+    /// List and call the tools of the MCP servers in the configuration.
+    #[command(after_help = "Example:\n  steersman mcp list --config steersman.toml")]
+    Mcp(Mcp),
+    /// Inspect and maintain the state saved on disk, while no server has it open. A running server
+    /// reports its state at GET /v1/cache.
+    #[command(after_help = "Example:\n  steersman cache stats")]
+    Cache(Cache),
+    /// Check on this machine that all decoding paths of a model give equal replies: prefill in
+    /// chunks, resuming from saved state, rewinding and drafts. Fails if any reply differs.
+    #[command(after_help = "Example:\n  steersman verify mlx-community/Qwen3.5-4B-MLX-4bit")]
+    Verify(Verify),
+    /// Measure after which layer a model can exit, for early-exit drafts, and the cost of skipping
+    /// feed-forward blocks, for engine.skip_kl. Saves the result in the data folder for `serve`.
+    #[command(after_help = "Example:\n  steersman calibrate mlx-community/Qwen3.5-4B-MLX-4bit")]
+    Calibrate(Calibrate),
     /// Measure servers with OpenAI's chat completions side by side, or the passes of a model in this process.
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        after_help = "Example:\n  steersman bench model mlx-community/Qwen3.5-4B-MLX-4bit"
+    )]
     Bench(Bench),
     /// Ask a server generated questions of ten tasks, and grade the answers by rules: the program
     /// steersman-bench.
     #[command(disable_help_flag = true)]
     Eval(Passed),
-    /// List the models on this machine and those of the configuration.
-    List(Managed<List>),
-    /// Show one model: family, layers, quantization, files, and the memory that it needs.
-    Show(Managed<Show>),
-    /// Download a model from Hugging Face, or continue a download.
-    Pull(Managed<Pull>),
-    /// Remove a downloaded model.
-    Rm(Managed<Remove>),
     /// Print a script that completes the commands and options of this program in a shell.
+    #[command(after_help = "Example:\n  steersman completions bash")]
     Completions(Completions),
 }
 
@@ -387,9 +408,11 @@ fn main() -> ExitCode {
     start_time();
     let cli = Cli::parse();
     match cli.command {
-        Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
-            log::warnings_to_stderr();
-        }
+        Command::Chat(_)
+        | Command::Run(_)
+        | Command::Doctor(_)
+        | Command::Init(_)
+        | Command::Check(_) => log::warnings_to_stderr(),
         Command::Serve(_) => {}
         _ => log::to_stderr(),
     }
@@ -716,7 +739,7 @@ fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use clap::ValueEnum;
+    use clap::{CommandFactory, ValueEnum};
 
     use super::*;
 
@@ -728,6 +751,32 @@ mod tests {
         };
         assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
         assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+    }
+
+    /// The arguments of the last `steersman ...` in `example`; what is between quotes is one.
+    fn arguments(example: &str) -> Vec<String> {
+        let (_, last) = example.rsplit_once("steersman ").expect("an example names the program");
+        let parts = last.split('"').enumerate();
+        let words = parts.flat_map(|(index, part)| match index % 2 {
+            0 => part.split_whitespace().map(Into::into).collect(),
+            _ => vec![part.to_owned()],
+        });
+        std::iter::once("steersman".into()).chain(words).collect()
+    }
+
+    #[test]
+    fn the_help_of_every_command_has_an_example_that_works() {
+        let cli = Cli::command();
+        for command in cli.get_subcommands().filter(|command| !command.is_disable_help_flag_set()) {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let example = help.strip_prefix("Example:\n").expect(command.get_name());
+            let arguments = arguments(example);
+            assert_eq!(arguments[1], command.get_name().to_owned(), "{example}");
+            assert!(Cli::try_parse_from(&arguments).is_ok(), "{arguments:?}");
+        }
+        let everyday = ["serve", "run", "chat", "pull", "list", "show", "rm"];
+        let names: Vec<_> = cli.get_subcommands().map(clap::Command::get_name).collect();
+        assert_eq!(names[..everyday.len()], everyday);
     }
 
     #[test]
