@@ -4,10 +4,10 @@
 //! too long, thresholds out of range) are not checked here.
 
 use crate::contract::{
-    Action, Answer, AnswerForm, Call, EVENT_TEXT_BYTES, LABEL_BYTES, LABEL_NAME_BYTES, Labels,
-    MAX_ACTIONS, MAX_BIAS, MAX_CANDIDATES, MAX_EDITS, MAX_EVENT_TEXTS, MAX_LABELS, MAX_RETENTIONS,
-    MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, Plan, PromptEdit, Replacement, SamplingPatch,
-    TextVerdict, Verdict, Vocabulary,
+    Action, Answer, AnswerForm, Call, EVENT_TEXT_BYTES, HOOK_OFF, Hook, LABEL_BYTES,
+    LABEL_NAME_BYTES, Labels, MAX_ACTIONS, MAX_BIAS, MAX_CANDIDATES, MAX_EDITS, MAX_EVENT_TEXTS,
+    MAX_LABELS, MAX_RETENTIONS, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, OPTIONAL_HOOKS, Plan,
+    PromptEdit, Replacement, SamplingPatch, TextVerdict, Verdict, Vocabulary,
 };
 
 /// Checks the answer to a call.
@@ -26,9 +26,13 @@ pub fn answer(
                 prepared.replaced.iter().flat_map(|(name, text)| [name.len(), text.len()]);
             text(replaced.chain(prepared.problems.iter().map(String::len)), output_bytes)?;
             let Call::Params(view) = call else { return Err("answers another hook".into()) };
-            let is_unknown = |name: &&String| view.params.iter().all(|(known, _)| known != *name);
-            match prepared.replaced.iter().map(|(name, _)| name).find(is_unknown) {
-                Some(name) => Err(format!("replaces `{name}`, which is not a parameter")),
+            let is_unknown = |(name, text): &&(String, String)| {
+                let turns_off =
+                    OPTIONAL_HOOKS.map(Hook::name).contains(&&**name) && text == HOOK_OFF;
+                !turns_off && view.params.iter().all(|(known, _)| known != name)
+            };
+            match prepared.replaced.iter().find(is_unknown) {
+                Some((name, _)) => Err(format!("replaces `{name}`, which is not a parameter")),
                 None => Ok(()),
             }
         }

@@ -308,6 +308,21 @@ hooks! {
     OnFinish = "on-finish", on_finish::call_on_finish: Finish(Summary) -> Labels;
 }
 
+/// The hooks that cost a request something by being exported: answers, or tool calls, wait for them. `on-params`
+/// can turn them off for some parameters.
+pub const OPTIONAL_HOOKS: [Hook; 2] = [Hook::OnText, Hook::OnToolCall];
+
+/// The text that [`PreparedParams::replaced`] has for the name of a hook that it turns off.
+pub const HOOK_OFF: &str = "off";
+
+impl PreparedParams {
+    /// Returns true if the policy needs no calls of `hook` with these parameters.
+    pub fn turns_off(&self, hook: Hook) -> bool {
+        let is_hook = |(name, text): &(String, String)| name == hook.name() && text == HOOK_OFF;
+        OPTIONAL_HOOKS.contains(&hook) && self.replaced.iter().any(is_hook)
+    }
+}
+
 /// Deserializes the record of a hook.
 pub(crate) struct CallOf(pub Hook);
 

@@ -45,7 +45,7 @@ use crate::breaker::Breakers;
 use crate::bundle::Bundle;
 use crate::chain::{Chain, Link, own_params};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
-use crate::contract::{CONTRACT, HookInput, Params, Policy, Vocabulary};
+use crate::contract::{CONTRACT, Hook, HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
 use crate::error::{Cause, Error, Failure};
 use crate::file;
@@ -219,14 +219,15 @@ impl Policies {
                 policy: Box::new(Counted::new(Box::new(guard), tally)),
             })
         };
-        let has = |link: &ResolvedLink, name: &str| {
-            let mut hooks = link.version.iter().flat_map(|version| version.component.hooks());
-            hooks.any(|hook| *hook == name)
+        let needs = |link: &ResolvedLink, hook: Hook| {
+            let Some(version) = &link.version else { return false };
+            let own = own_params(&link.policy, &resolved.params);
+            version.component.needs(hook, profile, own.as_ref().unwrap_or(&resolved.params))
         };
         let applied = || resolved.links.iter().filter(|link| !link.shadow);
-        let judges_calls = applied().any(|link| has(link, "on-tool-call"));
-        let shapes_text = applied().any(|link| has(link, "on-text"));
-        let sees_text = resolved.links.iter().any(|link| has(link, "on-text"));
+        let judges_calls = applied().any(|link| needs(link, Hook::OnToolCall));
+        let shapes_text = applied().any(|link| needs(link, Hook::OnText));
+        let sees_text = resolved.links.iter().any(|link| needs(link, Hook::OnText));
         let links = resolved.links.iter().map(link).collect::<Result<_, Failure>>()?;
         let recorder = self.traces.recorder(request, profile, chain.settings.trace_text);
         Ok(Session {

@@ -10,7 +10,7 @@
 //! do = { close_reasoning = "**Final Answer:**\n\n" }
 //! ```
 //!
-//! A rule matches if all conditions in `when` hold, and always without `when`. All rules that match
+//! A rule matches if all conditions in `when` hold and none in `unless`. All rules that match
 //! apply, in order; if several set the same value, the first wins, so special rules precede general
 //! ones. Of the rules that inject text, close the reasoning or rewind in one step, only the first
 //! applies. `policies/REFERENCE.md` lists the keys of `when` and `do`.
@@ -18,20 +18,25 @@
 //! Rules are parsed once for each text of the parameter; requests get them packed ([`pack`]).
 //!
 //! A change of the parameter that has a mistake is rejected. A mistake at the start of the server disables all
-//! rules: requests run as without rules, and a note in each reply, and the log, report it with its line. With the parameter `strict = "true"` such a request
-//! fails instead, and `on_failure` of the profile decides how it continues.
+//! rules: requests run as without rules, and a note in each reply, and the log, report it with its line. With
+//! the parameter `strict = "true"` such a request fails instead, and `on_failure` of the profile decides how it
+//! continues.
 
+mod effect;
+mod entry;
 mod pack;
 mod parse;
+mod replace;
 mod rule;
 mod when;
 
-use rule::{Effect, Rule};
+use replace::Replacement;
+use rule::{Effect, Rule, StepEffect};
 use steersman_policy::{
     Action, EDITS, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptEdit, PromptView,
-    Replacement, RequestView, Step, ToolCallView, Verdict,
+    RequestView, Step, TextVerdict, TextView, ToolCallView, Verdict,
 };
-use when::{Condition, SeenPrompt, SeenRequest, Tail};
+use when::{Condition, Memory, SeenPrompt, SeenRequest};
 
 /// Tokens between two checkpoints if a rule may rewind.
 const CHECKPOINT_EVERY: u32 = 128;
@@ -60,6 +65,8 @@ pub struct Rules {
     rules: Vec<Rule>,
     /// One for each rule.
     states: Vec<State>,
+    /// What these rules replace in answers.
+    replaced: Vec<Replacement>,
 }
 
 /// State of a rule.
@@ -67,17 +74,27 @@ pub struct Rules {
 struct State {
     /// How often it has applied.
     applied: u32,
-    tail: Tail,
+    memory: Memory,
 }
 
 impl Policy for Rules {
     fn on_params(&mut self, params: ParamsView) -> PreparedParams {
         let mut prepared = PreparedParams::default();
-        match params.param("rules").map(parse::rules) {
-            None => {}
-            Some(Ok(rules)) => prepared.replaced.push(("rules".into(), pack::pack(&rules))),
-            Some(Err(problem)) => prepared.problems.push(format!("parameter `rules`: {problem}")),
+        let rules = params.param("rules").map(parse::rules);
+        let rules = rules.transpose().unwrap_or_else(|problem| {
+            prepared.problems.push(format!("parameter `rules`: {problem}"));
+            None
+        });
+        let has = |is: fn(&Effect) -> bool| rules.iter().flatten().any(|rule| is(&rule.effect));
+        // Else answers and tool calls would wait for rules that do not exist.
+        let needed = [
+            ("on-text", has(|effect| matches!(effect, Effect::Text(_)))),
+            ("on-tool-call", has(|effect| matches!(effect, Effect::ToolCall(_)))),
+        ];
+        for (hook, _) in needed.into_iter().filter(|(_, is_needed)| !is_needed) {
+            prepared.replaced.push((hook.into(), "off".into()));
         }
+        prepared.replaced.extend(rules.map(|rules| ("rules".into(), pack::pack(&rules))));
         prepared
     }
 
@@ -122,6 +139,16 @@ impl Policy for Rules {
             Err(problem) if strict => steersman_policy::failure::fail(&problem),
             Err(problem) => notes.push(format!("rules ignored: {problem}")),
         }
+        for rule in &mut self.rules {
+            match &mut rule.effect {
+                Effect::Step(effects) => {
+                    effects.iter_mut().for_each(|effect| effect.tokenize(&mut notes));
+                    effects.retain(|effect| !effect.is_empty());
+                }
+                Effect::Text(replaced) => self.replaced.append(replaced),
+                _ => {}
+            }
+        }
         self.states = self.rules.iter().map(|_| State::default()).collect();
         plan(&request, &self.rules, notes)
     }
@@ -132,25 +159,29 @@ impl Policy for Rules {
         for (rule, state) in self.rules.iter_mut().zip(&mut self.states) {
             if !matches!(rule.effect, Effect::Step(_) | Effect::PackedStep { .. })
                 || rule.is_exhausted(state.applied)
-                || !when::matches_step(&rule.when, &step, &mut state.tail)
+                || !when::matches_step(&rule.when, &step, &mut state.memory)
             {
                 continue;
             }
             rule.effect.unpack();
             let Effect::Step(effects) = &rule.effect else { continue };
             // "Rewind the first loop" precedes "close the reasoning": only one applies in a step.
-            let redirects = effects.iter().any(rule::StepEffect::redirects);
+            let redirects = effects.iter().any(StepEffect::redirects);
             if redirects && redirected {
                 continue;
             }
             redirected |= redirects;
             state.applied += 1;
             actions.extend(effects.iter().filter_map(|effect| effect.action(&step)));
-            if effects.iter().any(rule::StepEffect::stops) {
+            if effects.iter().any(StepEffect::stops) {
                 break;
             }
         }
         actions
+    }
+
+    fn on_text(&mut self, view: TextView) -> TextVerdict {
+        replace::replaced(&self.replaced, &view)
     }
 
     fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
@@ -170,7 +201,7 @@ impl Policy for Rules {
     }
 }
 
-steersman_policy::export!(Rules);
+steersman_policy::export!(Rules, with on_text);
 
 /// Checks a text of rules.
 ///
@@ -215,7 +246,8 @@ fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<PromptEdit> {
                 if found.len() < EDITS && text.contains(span) {
                     text = text.replacen(span, "", 1);
                     let (old, new) = (span.clone(), String::new());
-                    found.push(PromptEdit::Replace(Replacement { message, old, new }));
+                    let removed = steersman_policy::Replacement { message, old, new };
+                    found.push(PromptEdit::Replace(removed));
                 }
             }
         }
@@ -243,17 +275,22 @@ fn plan(request: &RequestView, rules: &[Rule], mut notes: Vec<String>) -> Plan {
                 plan.limit_counts = plan.limit_counts.or(set.limit_counts);
                 plan.stop.extend(set.stop.iter().take(STOPS - plan.stop.len()).cloned());
                 plan.tools = plan.tools.take().or(set.tools.clone());
+                plan.route = plan.route.take().or(set.route.clone());
                 notes.extend(set.note.clone());
             }
             Effect::Step(_) | Effect::PackedStep { .. } => {
                 let on_texts = watch(&mut plan.on_texts, &rule.when);
                 let every = [plan.every, when::every(&rule.when, on_texts)];
                 plan.every = every.into_iter().filter(|every| *every > 0).min().unwrap_or_default();
+                plan.on_phase |= when::needs_phases(&rule.when);
                 if rule.effect.rewinds() {
                     plan.checkpoint_every = CHECKPOINT_EVERY;
                 }
             }
-            Effect::Prompt { .. } | Effect::ToolCall(_) | Effect::PackedToolCall(_) => {}
+            Effect::Prompt { .. }
+            | Effect::Text(_)
+            | Effect::ToolCall(_)
+            | Effect::PackedToolCall(_) => {}
         }
     }
     if waits_for_loop {

@@ -10,6 +10,7 @@ use steersman_policy::{
     SamplingChange, SamplingPatch, SavePoint, TokenBias, Verdict,
 };
 
+use super::replace::Replacement;
 use super::rule::{Effect, Rule, StepEffect};
 use super::when::{Condition, Texts};
 
@@ -27,6 +28,9 @@ const REQUEST: u8 = b'r';
 const STEP: u8 = b's';
 const REWINDING_STEP: u8 = b'w';
 const TOOL_CALL: u8 = b't';
+/// One of `on-step` that has texts for the tokenizer, which are its tokens from the request on.
+const STEP_WITH_TEXTS: u8 = b'e';
+const TEXT: u8 = b'x';
 
 /// Packs rules. Each is preceded by its hook and its length, so that a hook unpacks its own only.
 pub fn pack(rules: &[Rule]) -> String {
@@ -35,9 +39,11 @@ pub fn pack(rules: &[Rule]) -> String {
         let hook = match &rule.effect {
             Effect::Prompt { .. } => PROMPT,
             Effect::Request(_) => REQUEST,
+            Effect::Step(effects) if effects.iter().any(|one| one.words() > 0) => STEP_WITH_TEXTS,
             Effect::Step(effects) if effects.iter().any(StepEffect::rewinds) => REWINDING_STEP,
             Effect::Step(_) | Effect::PackedStep { .. } => STEP,
             Effect::ToolCall(_) | Effect::PackedToolCall(_) => TOOL_CALL,
+            Effect::Text(_) => TEXT,
         };
         text.push(char::from(hook));
         let mut packed = String::new();
@@ -188,6 +194,27 @@ impl<T: Packed> Packed for Vec<T> {
     }
 }
 
+impl Packed for (String, f32) {
+    fn write(&self, text: &mut String) {
+        self.0.write(text);
+        self.1.write(text);
+    }
+
+    fn read(text: &mut &'static str) -> Option<Self> {
+        Some((Packed::read(text)?, Packed::read(text)?))
+    }
+}
+
+impl Packed for Box<Condition> {
+    fn write(&self, text: &mut String) {
+        (**self).write(text);
+    }
+
+    fn read(text: &mut &'static str) -> Option<Self> {
+        Condition::read(text).map(Box::new)
+    }
+}
+
 impl<T: Packed> Packed for Option<T> {
     fn write(&self, text: &mut String) {
         self.is_some().write(text);
@@ -326,6 +353,7 @@ packed! {
     TokenBias { token, bias }
     SamplingChange { sampling, steps }
     Refusal { status, message }
+    Replacement { old, new, is_word }
 }
 
 sparse! {
@@ -346,7 +374,8 @@ packed! {
         b'q' CallerKey(digests), b'r' CallerUser(digests), b's' Phase(phase), b't' Loop(is),
         b'u' BudgetReached(is), b'v' ReasoningTokensOver(limit), b'w' AnswerTokensOver(limit),
         b'x' TextContains(texts), b'y' ToolCalled(names), b'z' ArgumentsContain(parts),
-        b'A' RepeatsOver(limit), b'B' CallsOver(limit),
+        b'A' RepeatsOver(limit), b'B' CallsOver(limit), b'C' Not(condition), b'D' TextLacks(texts),
+        b'E' ReasoningTokens(limit), b'F' AnswerTokens(limit),
     ]
     Phase [b'r' Reasoning, b'a' Answer, b't' ToolCall]
     Counted [b'a' Answer, b'r' Reply]
@@ -355,7 +384,9 @@ packed! {
         b'j' JsonObject, b's' JsonSchema(schema), b'r' Regex(regex), b'g' Grammar(grammar),
         b'c' Choice(choice),
     ]
-    StepEffect [b'd' Do(action), b'l' RewindLoop]
+    StepEffect [
+        b'd' Do(action), b'l' RewindLoop, b'n' BanTexts(ban, texts), b'b' BiasTexts(bias, texts),
+    ]
     Action [
         b'i' Inject(words), b'c' CloseReasoning(words), b'r' Rewind(tokens), b'n' Ban(ban),
         b'b' Bias(bias), b'm' Sampling(change), b's' Stop(words),
@@ -383,6 +414,10 @@ impl Packed for Effect {
                 text.push('t');
                 verdict.write(text);
             }
+            Self::Text(replaced) => {
+                text.push('x');
+                replaced.write(text);
+            }
             Self::PackedStep { packed, .. } | Self::PackedToolCall(packed) => text.push_str(packed),
         }
     }
@@ -393,6 +428,7 @@ impl Packed for Effect {
             b'r' => Self::Request(Packed::read(text)?),
             b's' => Self::Step(Packed::read(text)?),
             b't' => Self::ToolCall(Packed::read(text)?),
+            b'x' => Self::Text(Packed::read(text)?),
             _ => return None,
         })
     }

@@ -5,6 +5,8 @@ use steersman_policy::{
 
 use super::*;
 
+mod wishes;
+
 /// A policy with these rules, and its plan for `request`.
 fn with(rules: &str, request: RequestView) -> (Rules, Plan) {
     let mut policy = Rules::default();
@@ -275,7 +277,7 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
         ("[[rule]]\ndo = {}", "rule 1, line 1: `do` is missing"),
         (
             "[[rule]]\ndo = { reasoning = true }\n\n[[rule]]\nif = 1",
-            "rule 2, line 5: unknown key `if`; expected one of when, do, times",
+            "rule 2, line 5: unknown key `if`; expected one of when, unless, do, times",
         ),
         (
             "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { reasoning = true }",
@@ -299,10 +301,53 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
         ),
         ("[[rule]]\ndo = { temperature = 11 }", "`do.temperature` must be a number from 0 to 10"),
         ("[[rule]]\ndo = { min_p = nan }", "`do.min_p` must be a number from 0 to 1"),
-        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 token ids"),
-        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 token ids"),
+        (
+            "[[rule]]\ndo = { ban = [] }",
+            "`do.ban` must be a text, or a list of token ids and texts",
+        ),
+        ("[[rule]]\ndo = { ban = [-1] }", "`do.ban` must be a text, or a list of token ids and"),
+        ("[[rule]]\ndo = { ban = 5 }", "`do.ban` must be a text, or a list of token ids and texts"),
+        ("[[rule]]\ndo = { ban = [''] }", "`do.ban` must be a text, or a list of token ids and"),
         ("[[rule]]\ndo = { bias = { 7 = 101 } }", "`do.bias.7` must be a number from -100 to 100"),
-        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be a token id"),
+        (
+            "[[rule]]\ndo = { bias = { '' = 1 } }",
+            "`do.bias.` must be a token id, or a text of 1 to",
+        ),
+        (
+            "[[rule]]\ndo = { bias = {} }",
+            "`do.bias` must have 1 to 256 tokens; a text stands for 2",
+        ),
+        ("[[rule]]\ndo = { replace = 'x' }", "`do.replace` must be a table"),
+        ("[[rule]]\ndo = { replace = {} }", "`do.replace` must have entries: { \"old text\" = "),
+        (
+            "[[rule]]\ndo = { replace = { x = 1 } }",
+            "rule 1, line 2: `do.replace.x` must be a text, which may be empty",
+        ),
+        (
+            "[[rule]]\ntimes = 1\ndo = { replace_words = { x = '' } }",
+            "`times` has no effect: it replaces all texts, in answer text",
+        ),
+        (
+            "[[rule]]\nwhen = { phase = 'answer' }\ndo = { replace = { x = '' } }",
+            "`when.phase` is available during decoding, but the rule applies in answer text: split",
+        ),
+        (
+            "[[rule]]\n\nunless = { loop = true }\ndo = { reasoning = true }",
+            "rule 1, line 3: `unless.loop` is available during decoding, but the rule applies before",
+        ),
+        (
+            "[[rule]]\nunless = { text_has = 'x' }\ndo = { stop = 'x' }",
+            "rule 1, line 2: unknown key `unless.text_has`; expected one of profile, ",
+        ),
+        (
+            "[[rule]]\nwhen = { text_lacks = 'x' }\ndo = { stop = 'x' }",
+            "calls_over; for the opposite of a condition, put it into `unless`",
+        ),
+        (
+            "[[rule]]\nwhen = { reasoning_tokens = 0 }\ndo = { stop = 'x' }",
+            "`when.reasoning_tokens` must be at least 1",
+        ),
+        ("[[rule]]\ndo = { route = '' }", "`do.route` must be a text that is not empty"),
         (
             "[[rule]]\ndo = { loops = { period = 1 } }",
             "unknown key `do.loops.period`; expected one of max_period, ",
@@ -346,7 +391,20 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
         assert_eq!(note, format!("rules ignored: {problem}"));
     }
     let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
-    assert!(check(&many).unwrap_err().contains("more than 16 actions"));
+    let problem = check(&many).unwrap_err();
+    assert!(problem.starts_with("rule 16, line 31: with this rule, "), "{problem}");
+    assert!(problem.contains("more than 16 actions"), "{problem}");
+    let entries = |n: u32| (0..n).map(|i| format!("'a{i}' = ''")).collect::<Vec<_>>().join(", ");
+    let replace = |n| format!("[[rule]]\ndo = {{ replace = {{ {} }} }}\n", entries(n));
+    assert_eq!(check(&replace(64)), Ok(()));
+    let problem = check(&(replace(64) + &replace(1))).unwrap_err();
+    assert!(problem.starts_with("rule 2, line 3: with this rule, more than 64 texts"), "{problem}");
+    let texts = |n: u32| (0..n).map(|i| format!("'a{i}'")).collect::<Vec<_>>().join(", ");
+    let ban = |n| format!("[[rule]]\ndo = {{ ban = [{}] }}\n", texts(n));
+    assert_eq!(check(&ban(128).repeat(2)), Ok(()));
+    assert!(check(&ban(129)).unwrap_err().contains("for at most 256 tokens; a text stands for 2"));
+    let problem = check(&(ban(128).repeat(2) + &ban(1))).unwrap_err();
+    assert!(problem.contains("rule 3, line 5: with this rule, bans and biases have more than 256"));
     assert_eq!(check("[[rule]]\ndo = { close_reasoning = '' }"), Ok(()));
 }
 
@@ -394,12 +452,18 @@ fn rules_are_packed_once_and_a_mistake_is_a_problem() {
         Rules::default().on_params(ParamsView { params, ..ParamsView::default() })
     };
     let prepared = on_params("[[rule]]\ndo = { note = 'n' } # a comment");
-    let [(name, packed)] = &prepared.replaced[..] else { panic!("{prepared:?}") };
+    let [text, call, (name, packed)] = &prepared.replaced[..] else { panic!("{prepared:?}") };
     assert_eq!((&**name, &prepared.problems[..]), ("rules", &[][..]));
+    let off = |hook: &str| (hook.to_owned(), "off".to_owned());
+    assert_eq!((text, call), (&off("on-text"), &off("on-tool-call")));
+    let replaces = on_params("[[rule]]\ndo = { replace = { a = 'b' } }").replaced;
+    assert_eq!((&replaces[0], replaces.len()), (&off("on-tool-call"), 2));
+    let repairs = on_params("[[rule]]\nwhen = { calls_over = 1 }\ndo = { repair = 'b' }").replaced;
+    assert_eq!((&repairs[0], repairs.len()), (&off("on-text"), 2));
     assert!(!packed.contains("comment"));
     assert_eq!(with(packed, RequestView::default()).1.note.as_deref(), Some("n"));
     let wrong = on_params("[[rule]]\ndo = { nte = 'n' }");
-    assert_eq!(wrong.replaced, []);
+    assert_eq!(wrong.replaced, [off("on-text"), off("on-tool-call")]);
     assert!(
         wrong.problems[0].starts_with("parameter `rules`: rule 1, line 2: unknown key `do.nte`")
     );

@@ -7,6 +7,9 @@ use steersman_policy::{Phase, PromptView, RequestView, Step, ToolCallView};
 
 use super::pack;
 
+/// Tokens of which a step has the text, half of those that a step has at most.
+const SEEN_TOKENS: u32 = 512;
+
 /// Texts of a condition, packed. Those of packed rules are borrowed from the parameter: copies would cost most of
 /// what unpacking does.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,13 +66,52 @@ pub enum Condition {
     Phase(Phase),
     Loop(bool),
     BudgetReached(bool),
+    /// The event of this many tokens, at least 1.
+    ReasoningTokens(u32),
     ReasoningTokensOver(u32),
+    /// The event of this many tokens, at least 1.
+    AnswerTokens(u32),
     AnswerTokensOver(u32),
     TextContains(Texts),
+    /// `unless.text_contains`: none of these texts is in the current phase of the reply so far.
+    TextLacks(Texts),
     ToolCalled(Texts),
     ArgumentsContain(Texts),
     RepeatsOver(u32),
     CallsOver(u32),
+    /// A condition of `unless`.
+    Not(Box<Condition>),
+}
+
+/// What a rule remembers of the steps before, for its conditions.
+#[derive(Debug, Default)]
+pub struct Memory {
+    tail: Tail,
+    /// Of [`Condition::TextLacks`].
+    lacked: Lacked,
+    /// Tokens of reasoning and answer in the last step.
+    tokens: (u32, u32),
+}
+
+/// Whether the current phase has one of some texts.
+#[derive(Debug, Default)]
+struct Lacked {
+    tail: Tail,
+    phase: Option<Phase>,
+    is_found: bool,
+}
+
+impl Lacked {
+    /// Appends the text of a step; whether the phase lacks the texts.
+    fn lacks(&mut self, texts: &Texts, step: &Step) -> bool {
+        if self.phase.replace(step.phase).is_some_and(|before| before != step.phase) {
+            // A step follows each change of the phase: its text ends the phase before.
+            *self = Self { phase: self.phase, ..Self::default() };
+        } else {
+            self.is_found |= self.tail.has(texts, &step.text);
+        }
+        !self.is_found
+    }
 }
 
 /// The end of the text of earlier steps, in which a searched text may begin.
@@ -194,6 +236,7 @@ impl Condition {
             Self::Profile(names) => any(names, |name| name == seen.prompt.profile),
             Self::SystemContains(parts) => any(parts, |part| seen.system.contains(part)),
             Self::SystemOver(limit) => *seen.system_chars > *limit,
+            Self::Not(condition) => !condition.in_prompt(seen)?,
             _ => return None,
         })
     }
@@ -223,74 +266,112 @@ impl Condition {
             Self::FormRequested(is) => request.form.is_some() == *is,
             Self::CallerKey(digests) => any(digests, |digest| digest == request.caller.key),
             Self::CallerUser(digests) => any(digests, |digest| digest == request.caller.user),
+            Self::Not(condition) => !condition.in_request(seen)?,
             _ => return None,
         })
     }
 
-    /// Whether it holds in a step; `true` if it is known earlier. Must see every step, to find text that
-    /// arrives in parts.
-    fn holds_in_step(&self, step: &Step, tail: &mut Tail) -> bool {
+    /// The condition of `unless` in place of this one of `when`.
+    pub fn negated(self) -> Self {
         match self {
-            Self::TextContains(texts) => tail.has(texts, &step.text),
-            Self::Phase(phase) => step.phase == *phase,
-            Self::Loop(is) => step.loop_found.is_some() == *is,
-            Self::BudgetReached(is) => step.budget_reached == *is,
-            Self::ReasoningTokensOver(limit) => step.reasoning_tokens > *limit,
-            Self::AnswerTokensOver(limit) => step.answer_tokens > *limit,
-            _ => true,
+            // It is the event of a text. What it lacks is no event.
+            Self::TextContains(texts) => Self::TextLacks(texts),
+            other => Self::Not(Box::new(other)),
         }
     }
 
-    /// Whether it holds for a tool call; `true` if it is known earlier.
-    fn holds_in_call(&self, call: &ToolCallView) -> bool {
-        match self {
+    /// Whether it holds in a step; `None` if it is known earlier. Must see every step, to find text that
+    /// arrives in parts.
+    fn in_step(&self, step: &Step, memory: &mut Memory) -> Option<bool> {
+        let (reasoning, answer) = memory.tokens;
+        Some(match self {
+            Self::TextContains(texts) => memory.tail.has(texts, &step.text),
+            Self::TextLacks(texts) => memory.lacked.lacks(texts, step),
+            Self::Phase(phase) => step.phase == *phase,
+            Self::Loop(is) => step.loop_found.is_some() == *is,
+            Self::BudgetReached(is) => step.budget_reached == *is,
+            // Injected text may pass the number.
+            Self::ReasoningTokens(n) => (reasoning + 1..=step.reasoning_tokens).contains(n),
+            Self::AnswerTokens(n) => (answer + 1..=step.answer_tokens).contains(n),
+            Self::ReasoningTokensOver(limit) => step.reasoning_tokens > *limit,
+            Self::AnswerTokensOver(limit) => step.answer_tokens > *limit,
+            Self::Not(condition) => !condition.in_step(step, memory)?,
+            _ => return None,
+        })
+    }
+
+    /// Whether it holds for a tool call; `None` if it is known earlier.
+    fn in_call(&self, call: &ToolCallView) -> Option<bool> {
+        Some(match self {
             Self::ToolCalled(names) => any(names, |name| name == call.name),
             Self::ArgumentsContain(parts) => any(parts, |part| call.arguments.contains(part)),
             Self::CallsOver(limit) => call.index > *limit,
             Self::RepeatsOver(limit) => call.same_results() > *limit,
-            _ => true,
-        }
+            Self::Not(condition) => !condition.in_call(call)?,
+            _ => return None,
+        })
     }
 }
 
 /// Whether all conditions on a step hold.
-pub fn matches_step(when: &[Condition], step: &Step, tail: &mut Tail) -> bool {
-    // No short circuit: the tail must see every step.
-    when.iter().filter(|condition| !condition.holds_in_step(step, tail)).count() == 0
+pub fn matches_step(when: &[Condition], step: &Step, memory: &mut Memory) -> bool {
+    // No short circuit: the memory must have every step.
+    let mut matches = true;
+    for condition in when {
+        matches &= condition.in_step(step, memory) != Some(false);
+    }
+    memory.tokens = (step.reasoning_tokens, step.answer_tokens);
+    matches
 }
 
 /// Whether all conditions on a tool call hold.
 pub fn matches_call(when: &[Condition], call: &ToolCallView) -> bool {
-    when.iter().all(|condition| condition.holds_in_call(call))
+    when.iter().all(|condition| condition.in_call(call) != Some(false))
 }
 
 /// The texts that conditions on a step search.
 pub fn texts(when: &[Condition]) -> impl Iterator<Item = &str> {
     let texts = when.iter().filter_map(|condition| match condition {
-        Condition::TextContains(texts) => Some(texts.iter()),
+        Condition::TextContains(texts) | Condition::TextLacks(texts) => Some(texts.iter()),
         _ => None,
     });
     texts.flatten()
 }
 
+/// Whether the conditions on a step need the text of each phase by itself.
+pub fn needs_phases(when: &[Condition]) -> bool {
+    when.iter().any(|condition| matches!(condition, Condition::TextLacks(_)))
+}
+
 /// The largest `plan.every` with which conditions on a step can be checked; 0 is events only. `on_texts`: whether
 /// the texts that they search are events.
 pub fn every(when: &[Condition], on_texts: bool) -> u32 {
+    use Condition::{
+        AnswerTokens, AnswerTokensOver, ReasoningTokens, ReasoningTokensOver, TextContains,
+    };
+    let is_exact = |one: &Condition| matches!(one, ReasoningTokens(_) | AnswerTokens(_));
     let is_event = |one: &Condition| match one {
         Condition::Loop(true) | Condition::BudgetReached(true) => true,
-        Condition::TextContains(_) => on_texts,
+        TextContains(_) => on_texts,
         _ => false,
     };
     let is_counted = |one: &Condition| {
-        use Condition::{AnswerTokensOver, ReasoningTokensOver, TextContains};
         matches!(one, ReasoningTokensOver(_) | AnswerTokensOver(_) | TextContains(_))
     };
     match when {
+        // Other events of the plan begin the count of `every` anew, so it cannot be as large as the number.
+        _ if when.iter().any(is_exact) => 1,
+        _ if when.iter().any(is_event) && needs_phases(when) && !on_texts => SEEN_TOKENS,
         _ if when.iter().any(is_event) => 0,
         _ if when.iter().any(is_counted) => 8,
         // Applies from the first token on.
         _ => 1,
     }
+}
+
+/// Whether the conditions wait for an event that may come again.
+pub fn waits_for_event(when: &[Condition]) -> bool {
+    when.iter().any(|one| matches!(one, Condition::Loop(true) | Condition::BudgetReached(true)))
 }
 
 /// Whether the conditions wait for a loop.

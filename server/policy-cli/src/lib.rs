@@ -378,7 +378,7 @@ fn check(
         writeln!(out, "param     {name}: {}{default}  {}", param.kind.name(), param.description)?;
     }
     let needed: Vec<_> =
-        component.imports().iter().map(|grant| format!("\"{}\"", grant.name())).collect();
+        component.needed_grants().iter().map(|grant| format!("\"{}\"", grant.name())).collect();
     if !needed.is_empty() {
         writeln!(out, "needs     grants = [{}] in its profile", needed.join(", "))?;
     }

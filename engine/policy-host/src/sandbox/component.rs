@@ -26,6 +26,7 @@ use crate::contract::{
     PREPARED_BYTES, Params, ParamsView, Policy, TokenBias, Vocabulary,
 };
 use crate::error::{Cause, Error, Failure};
+use crate::shipped::is_shipped;
 
 /// Largest component; those with a JavaScript or Python interpreter have up to 20 MB.
 pub const COMPONENT_BYTES: usize = 64 << 20;
@@ -46,6 +47,8 @@ pub struct Component {
     sha256: [u8; 32],
     hooks: Vec<&'static str>,
     imports: Vec<Grant>,
+    /// Whether it is one of those inside the binary.
+    is_shipped: bool,
     pre: InstancePre<State>,
     indices: HookIndices,
     prepared: Prepared,
@@ -107,6 +110,7 @@ impl Component {
         Ok(Self {
             name: name.into(),
             sha256,
+            is_shipped: is_shipped(bytes),
             pace: Pace::new(&hooks),
             hooks,
             imports,
@@ -134,12 +138,14 @@ impl Component {
         &self.hooks
     }
 
-    /// Interfaces that it imports and that need a grant.
-    pub fn imports(&self) -> &[Grant] {
-        &self.imports
+    /// The grants that its imports need. The shipped policies may ask the tokenizer without one: it tells nothing
+    /// but the model's vocabulary, and the operator who would grant it trusts the binary.
+    pub fn needed_grants(&self) -> Vec<Grant> {
+        let is_free = |grant: &Grant| self.is_shipped && *grant == Grant::Tokenizer;
+        self.imports.iter().copied().filter(|grant| !is_free(grant)).collect()
     }
 
-    /// Full names of these interfaces: `steersman:policy/kv@0.5.0`.
+    /// Full names of the interfaces that it imports, but for `failure`: `steersman:policy/kv@0.5.0`.
     pub fn import_names(&self) -> Vec<String> {
         self.imports.iter().map(|import| full_name(import.name())).collect()
     }
@@ -149,7 +155,8 @@ impl Component {
     /// # Errors
     /// [`Error::Refused`] names the first import that is not granted.
     pub fn check_grants(&self, grants: &[Grant]) -> Result<(), Error> {
-        let Some(import) = self.imports.iter().find(|import| !grants.contains(import)) else {
+        let needed = self.needed_grants();
+        let Some(import) = needed.iter().find(|import| !grants.contains(import)) else {
             return Ok(());
         };
         let problem = format!(
@@ -234,6 +241,16 @@ impl Component {
         });
         self.prepared.put(view, &outcome);
         outcome
+    }
+
+    /// Returns true if the policy exports `hook` and needs its calls with these parameters: `on-params` can turn some
+    /// hooks off ([`PreparedParams::turns_off`]).
+    pub fn needs(self: &Arc<Self>, hook: Hook, profile: &str, params: &Params) -> bool {
+        let is_off = || {
+            // A failure comes again in the request, which says so.
+            self.prepare(profile, params).is_ok_and(|prepared| prepared.turns_off(hook))
+        };
+        self.hooks.contains(&hook.name()) && !is_off()
     }
 
     fn failure(

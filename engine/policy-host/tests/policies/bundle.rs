@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use minisign::KeyPair;
 use steersman_policy_host::{
-    BUNDLE_BYTES, Bundle, Error, Param, Policies, PolicyConfig, ProfilePolicies, RequestView,
-    Signer, Storage, Trust, no_vocabulary, pack, shipped,
+    BUNDLE_BYTES, Bundle, Error, Grant, Param, Policies, PolicyConfig, ProfilePolicies,
+    RequestView, Signer, Storage, Trust, no_vocabulary, pack, shipped,
 };
 use steersman_test_support::guest::replace;
 use tar::{Builder, EntryType, Header};
@@ -228,6 +228,8 @@ impl Site {
 
     fn load(&self, storage: &Storage) -> Result<Arc<Policies>, Error> {
         let profile = ProfilePolicies {
+            // For the shipped `rules` with other bytes.
+            grants: vec![Grant::Tokenizer],
             policies: vec!["mine".into()],
             params: self.params.clone(),
             ..ProfilePolicies::default()

@@ -100,10 +100,14 @@ fn parameters_are_prepared_once_and_mistakes_are_told_with_their_line() {
     let params = params("[[rule]]\ndo = { note = \"n\" }\n");
     let first = component.prepare("default", &params).unwrap();
     assert!(Arc::ptr_eq(&first, &component.prepare("default", &params).unwrap()));
-    assert!(first.problems.is_empty() && first.replaced[0].0 == "rules");
+    let names: Vec<_> = first.replaced.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(
+        (&first.problems[..], &names[..]),
+        (&[][..], &["on-text", "on-tool-call", "rules"][..])
+    );
     let wrong = self::params("[[rule]]\nwhen = { usr_over = 5 }\ndo = { note = \"n\" }");
     let wrong = component.prepare("default", &wrong).unwrap();
-    assert!(wrong.replaced.is_empty());
+    assert!(wrong.replaced.iter().all(|(name, text)| name != "rules" && text == "off"));
     let problem = "parameter `rules`: rule 1, line 2: unknown key `when.usr_over`";
     assert!(wrong.problems[0].starts_with(problem), "{:?}", wrong.problems);
     // A policy without the hook prepares nothing.
@@ -126,6 +130,8 @@ fn what_on_params_does_wrong_is_a_failure_of_the_policy() {
     };
     let cases = [
         (answering("other", "x"), "replaces `other`, which is not a parameter"),
+        (answering("on-text", "of"), "replaces `on-text`, which is not a parameter"),
+        (answering("on-step", "off"), "replaces `on-step`, which is not a parameter"),
         (
             component(&[("on-params", "(loop $l br $l) unreachable")], ""),
             "used up its fuel of 1000000000",
@@ -148,6 +154,42 @@ fn what_on_params_does_wrong_is_a_failure_of_the_policy() {
     let (answer, _) = ask(&mut instance, &view.call());
     assert_eq!(answer, Answer::Params((*prepared).clone()));
     assert_eq!(view.call().hook(), Hook::OnParams);
+}
+
+/// `rules` exports `on-text` and `on-tool-call`. Without a rule for them, answers and tool calls of its requests wait
+/// for nothing, and clients get the probabilities that they ask for.
+#[test]
+fn rules_hold_answers_and_tool_calls_only_if_one_of_them_is_about_these() {
+    let waits = |rules: &str| {
+        let profile = ProfilePolicies {
+            policies: vec!["rules".into()],
+            params: BTreeMap::from([("rules.rules".into(), rules.into())]),
+            ..ProfilePolicies::default()
+        };
+        let profiles = BTreeMap::from([("default".to_owned(), profile)]);
+        let policies = Policies::load(&limits(), &profiles, &storage()).unwrap();
+        let session = policies.start("default", "r", &no_vocabulary()).unwrap();
+        assert_eq!(session.shapes_text, session.sees_text);
+        (session.shapes_text, session.judges_calls)
+    };
+    assert_eq!(waits("[[rule]]\ndo = { note = 'n' }"), (false, false));
+    assert_eq!(waits("[[rule]]\ndo = { replace = { a = 'b' } }"), (true, false));
+    let stop = "[[rule]]\nwhen = { calls_over = 3 }\ndo = { stop = 'x' }";
+    assert_eq!(waits(stop), (false, true));
+}
+
+/// A text in `ban` needs the tokenizer, which a profile grants to other policies only.
+#[test]
+fn a_shipped_policy_asks_the_tokenizer_without_a_grant_and_a_changed_one_does_not() {
+    let own = rules();
+    assert_eq!(own.needed_grants(), []);
+    own.check_grants(&[]).unwrap();
+    let names = own.import_names();
+    assert!(names.len() == 1 && names[0].contains("/tokenizer@"), "{names:?}");
+    let section = [0, 2, 1, b'x'];
+    let changed = compile("rules", &[shipped("rules").unwrap().0, &section].concat());
+    assert_eq!(changed.needed_grants(), [steersman_policy_host::Grant::Tokenizer]);
+    changed.check_grants(&[]).unwrap_err();
 }
 
 /// A parameter file took effect untried: rules with a mistake, or too many of them, were off from then on.

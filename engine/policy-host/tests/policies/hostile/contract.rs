@@ -34,7 +34,7 @@ fn a_policy_reports_why_it_fails_and_needs_no_grant_for_it() {
         let bytes = importing(&["failure"], &[("on-step", &body)], &data(512, message));
         let component = compile(&host, &bytes);
         component.check_grants(&[]).unwrap();
-        assert_eq!(component.imports(), []);
+        assert_eq!(component.needed_grants(), []);
         policy(&mut start(&component)).ask(&looping()).unwrap_err().to_string()
     };
     let message = b"rule 2:\nno `when`";

@@ -124,7 +124,7 @@ fn an_import_without_a_grant_is_refused_by_its_name() {
     let host = host(&limits());
     let interfaces = Grant::ALL.map(Grant::name);
     let component = compile(&host, &importing(&interfaces, &[("on-step", "i32.const 0")], ""));
-    assert_eq!(component.imports(), Grant::ALL, "in the order in which it imports them");
+    assert_eq!(component.needed_grants(), Grant::ALL, "in the order in which it imports them");
     assert_eq!(component.import_names(), interfaces.map(full_name));
     component.check_grants(&Grant::ALL).unwrap();
     for missing in Grant::ALL {
@@ -140,6 +140,6 @@ fn an_import_without_a_grant_is_refused_by_its_name() {
         );
     }
     let component = compile(&host, &stepper("i32.const 0", ""));
-    assert_eq!(component.imports(), []);
+    assert_eq!(component.needed_grants(), []);
     component.check_grants(&[]).unwrap();
 }

@@ -1,0 +1,129 @@
+//! A value of the TOML text, with its place for messages.
+
+use toml::de::DeValue;
+
+/// The line of a byte offset, from 1.
+pub fn line(text: &str, at: usize) -> usize {
+    text[..at.min(text.len())].bytes().filter(|byte| *byte == b'\n').count() + 1
+}
+
+/// A whole number from 0 to 4294967295.
+pub fn whole(value: &DeValue) -> Option<u32> {
+    let number = value.as_integer()?;
+    u32::from_str_radix(number.as_str(), number.radix()).ok()
+}
+
+/// A value with its position.
+pub struct Entry<'a> {
+    /// Number of the rule, from 1.
+    pub rule: u32,
+    /// Byte offset in `text`. Lines are counted only for messages, since a text has many entries.
+    pub at: usize,
+    /// Path of its table: "", "when", "unless", "do", "do.bias" or "do.loops".
+    pub above: &'static str,
+    pub name: &'a str,
+    pub value: &'a DeValue<'a>,
+    /// The whole text of the rules.
+    pub text: &'a str,
+}
+
+impl<'a> Entry<'a> {
+    pub fn place(&self) -> String {
+        format!("rule {}, line {}", self.rule, line(self.text, self.at))
+    }
+
+    /// The name with the path of its table, `do.ban`.
+    fn path(&self) -> String {
+        let dot = if self.above.is_empty() { "" } else { "." };
+        format!("{}{dot}{}", self.above, self.name)
+    }
+
+    pub fn error<T>(&self, problem: &str) -> Result<T, String> {
+        Err(format!("{}: `{}` {problem}", self.place(), self.path()))
+    }
+
+    /// The entries of this table by name; `above` is its path in messages.
+    pub fn entries(&self, above: &'static str) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
+        let DeValue::Table(table) = self.value else {
+            return self.error("must be a table: { key = value }");
+        };
+        let entries = table.iter().map(|(key, value)| {
+            let name = key.get_ref().as_ref();
+            let (at, value) = (key.span().start, value.get_ref());
+            (name, Entry { rule: self.rule, at, above, name, value, text: self.text })
+        });
+        Ok(entries.collect())
+    }
+
+    pub fn unknown<T>(&self, allowed: &[&str]) -> Result<T, String> {
+        let (place, key, allowed) = (self.place(), self.path(), allowed.join(", "));
+        let hint = match self.above {
+            "when" => "; for the opposite of a condition, put it into `unless`",
+            _ => "",
+        };
+        Err(format!("{place}: unknown key `{key}`; expected one of {allowed}{hint}"))
+    }
+
+    pub fn text(&self) -> Result<String, String> {
+        match self.value {
+            DeValue::String(text) if !text.is_empty() => Ok(text.to_string()),
+            _ => self.error("must be a text that is not empty"),
+        }
+    }
+
+    pub fn texts(&self) -> Result<Vec<String>, String> {
+        let list = match self.value {
+            DeValue::String(text) => vec![Some(text.to_string())],
+            DeValue::Array(list) => {
+                list.iter().map(|v| v.get_ref().as_str().map(str::to_owned)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let texts: Option<Vec<_>> = list.into_iter().collect();
+        match texts {
+            Some(texts) if !texts.is_empty() && texts.iter().all(|text| !text.is_empty()) => {
+                Ok(texts)
+            }
+            _ => self.error("must be a text or a list of texts, not empty"),
+        }
+    }
+
+    pub fn lower(&self) -> Result<Vec<String>, String> {
+        Ok(self.texts()?.iter().map(|text| text.to_lowercase()).collect())
+    }
+
+    pub fn bool(&self) -> Result<bool, String> {
+        match self.value {
+            DeValue::Boolean(value) => Ok(*value),
+            _ => self.error("must be true or false"),
+        }
+    }
+
+    pub fn number(&self) -> Result<u32, String> {
+        match whole(self.value) {
+            Some(number) => Ok(number),
+            None => self.error("must be a whole number from 0 to 4294967295"),
+        }
+    }
+
+    /// A whole number that is not 0.
+    pub fn count(&self) -> Result<u32, String> {
+        match self.number()? {
+            0 => self.error("must be at least 1"),
+            count => Ok(count),
+        }
+    }
+
+    pub fn float(&self, least: f32, most: f32) -> Result<f32, String> {
+        let digits = match self.value {
+            DeValue::Integer(number) if number.radix() == 10 => number.as_str(),
+            DeValue::Float(number) => number.as_str(),
+            _ => "",
+        };
+        // The parser has already removed the underscores of `1_000.5`.
+        match digits.parse::<f32>() {
+            Ok(number) if (least..=most).contains(&number) => Ok(number),
+            _ => self.error(&format!("must be a number from {least} to {most}")),
+        }
+    }
+}
