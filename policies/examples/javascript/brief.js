@@ -3,16 +3,7 @@
 //
 // One instance serves one request, so these variables are the state of that request.
 
-import { fail } from "steersman:policy/failure@0.5.0";
-
-/** Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap. */
-const reporting = (hook) => (call) => {
-  try {
-    return hook(call);
-  } catch (error) {
-    fail(`${error}\n${error.stack}`);
-  }
-};
+import { plan, reporting } from "./steersman-policy.js";
 
 /** Limit on reasoning tokens: the parameter `budget`. */
 let budget = 100;
@@ -40,20 +31,12 @@ export const onRequest = {
     if (request.reasoningBudget !== undefined) budget = Math.min(budget, request.reasoningBudget);
     ban = number(params, "ban", notes);
     phrase = params.get("phrase") ?? "";
-    return {
+    return plan({
       reasoning: request.reasoning,
       reasoningBudget: budget,
-      sampling: {},
       every: 8,
-      checkpointEvery: 0,
       note: notes.length > 0 ? notes.join("; ") : undefined,
-      stop: [],
-      onPhase: false,
-      onNewline: false,
-      onTexts: [],
-      onTokens: new Uint32Array(),
-      candidates: 0,
-    };
+    });
   }),
 };
 

@@ -4,25 +4,14 @@ already have a result.
 One instance serves one request, so these globals are the state of that request.
 """
 
+from steersman_policy import Plan, reporting
 from wit_world import exports
-from wit_world.imports import failure, types
+from wit_world.imports import types
 
 budget = 100  # limit on reasoning tokens: the parameter `budget`
 phrase = ""  # text that ends the answer: the parameter `phrase`
 ban = None  # a token to ban from the first step on: the parameter `ban`
 tail = ""  # the end of the answer so far, in which the phrase may begin
-
-
-def reporting(hook):
-    """Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap."""
-
-    def wrapped(self, call):
-        try:
-            return hook(self, call)
-        except Exception as error:
-            failure.fail(f"line {error.__traceback__.tb_next.tb_lineno}: {error!r}")
-
-    return wrapped
 
 
 def number(params, name, notes):
@@ -49,28 +38,11 @@ class OnRequest(exports.OnRequest):
             budget = min(budget, request.reasoning_budget)
         ban = number(params, "ban", notes)
         phrase = params.get("phrase", "")
-        return types.Plan(
+        return Plan(
             reasoning=request.reasoning,
             reasoning_budget=budget,
-            answer_reserve=None,
-            sampling=types.SamplingPatch(None, None, None, None),
-            loops=None,
             every=8,
-            checkpoint_every=0,
             note="; ".join(notes) or None,
-            retain=None,
-            form=None,
-            refuse=None,
-            max_tokens=None,
-            stop=[],
-            tools=None,
-            on_phase=False,
-            on_newline=False,
-            on_texts=[],
-            on_tokens=[],
-            candidates=0,
-            route=None,
-            limit_counts=None,
         )
 
 

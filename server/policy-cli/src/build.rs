@@ -14,11 +14,19 @@ use clap::Args;
 use wit_bindgen_core::{Files, wit_parser::Resolve};
 use wit_component::{ComponentEncoder, DecodedWasm, decode};
 
+use super::unexported;
+
 /// The target of Rust guests.
 const TARGET: &str = "wasm32-unknown-unknown";
 
-/// Beginning of the names of hooks.
-const PACKAGE: &str = "steersman:policy/on-";
+/// Beginning of the names of the contract's interfaces.
+const PACKAGE: &str = "steersman:policy/";
+
+/// Beginning of the names of hooks in it.
+const HOOK: &str = "on-";
+
+/// The file with helpers that `steersman policy new` puts beside a policy, without its extension.
+const HELPERS: [&str; 2] = ["steersman-policy", "steersman_policy"];
 
 /// The world in `wit/world.wit` of a guest in JavaScript or Python.
 const WORLD: &str = "guest";
@@ -76,6 +84,7 @@ pub fn folder(
         Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
     }
     report(&file, out)?;
+    unexported::warn(&source, &hooks(&read(&file)?)?, out)?;
     Ok(file)
 }
 
@@ -101,18 +110,22 @@ fn componentize(module: &[u8]) -> Result<Vec<u8>> {
         })?;
     // A module without a world becomes an empty component.
     ensure!(
-        exports_hook(&component)?,
+        !hooks(&component)?.is_empty(),
         "the module contains no world with a hook; `wit-bindgen` and the SDK embed one in a section \
          `component-type`, which a linker may have removed"
     );
     Ok(component)
 }
 
-/// Whether a component exports an interface of the contract.
-fn exports_hook(component: &[u8]) -> Result<bool> {
-    let DecodedWasm::Component(resolve, world) = decode(component)? else { return Ok(false) };
-    let mut exports = resolve.worlds[world].exports.keys();
-    Ok(exports.any(|export| resolve.name_world_key(export).starts_with(PACKAGE)))
+/// The hooks that a component exports, `on-step`.
+fn hooks(component: &[u8]) -> Result<Vec<String>> {
+    let DecodedWasm::Component(resolve, world) = decode(component)? else { return Ok(Vec::new()) };
+    let exports = resolve.worlds[world].exports.keys().map(|key| resolve.name_world_key(key));
+    let hook = |export: String| {
+        let name = export.strip_prefix(PACKAGE)?.split('@').next()?;
+        name.starts_with(HOOK).then(|| name.to_owned())
+    };
+    Ok(exports.filter_map(hook).collect())
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
@@ -163,7 +176,11 @@ impl Main {
         match self {
             Self::Rust { name } => name.clone(),
             Self::JavaScript(file) | Self::Python(file) | Self::C(file) => {
-                file.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+                let folder = file.parent().and_then(Path::file_name).unwrap_or_default();
+                let folder = folder.to_string_lossy().into_owned();
+                let stem = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                // A module in Python cannot have the name of a policy with a `-`.
+                if folder.replace('-', "_") == stem { folder } else { stem }
             }
         }
     }
@@ -172,8 +189,12 @@ impl Main {
 /// The file of a folder with this extension; of several, the one with the folder's name.
 fn module(folder: &Path, extension: &str) -> Result<Option<PathBuf>> {
     let mut files = files(folder, extension)?;
+    let stem = |file: &PathBuf| Some(file.file_stem()?.to_str()?.to_owned());
+    files.retain(|file| !stem(file).is_some_and(|stem| HELPERS.contains(&&*stem)));
     if files.len() > 1 {
-        files.retain(|file| file.file_stem() == folder.file_name());
+        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let names = [name.replace('-', "_"), name];
+        files.retain(|file| stem(file).is_some_and(|stem| names.contains(&stem)));
         ensure!(
             !files.is_empty(),
             "{}: has several .{extension} files; name that of the policy like the folder",
@@ -402,6 +423,8 @@ mod tests {
         assert_eq!(find(&[("Cargo.toml", lib), ("x.js", "")]), Ok("b".into()));
         assert_eq!(find(&[("x.js", ""), ("y.wasm", "")]), Ok("x".into()));
         assert_eq!(find(&[("y.py", "")]), Ok("y".into()));
+        assert_eq!(find(&[("y.py", ""), ("steersman_policy.py", "")]), Ok("y".into()));
+        assert_eq!(find(&[("y.js", ""), ("steersman-policy.js", "")]), Ok("y".into()));
         let several = find(&[("x.js", ""), ("y.js", "")]).unwrap_err();
         assert!(several.contains("has several .js files"), "{several}");
         assert_eq!(find(&[("z.c", ""), ("z.wasm", "")]), Ok("z".into()));
@@ -420,6 +443,12 @@ mod tests {
             std::fs::write(inner.join(name), "").unwrap();
         }
         assert_eq!(Main::find(&inner).unwrap(), Main::Python(inner.join("brief.py")));
+        let hyphen = outer.path().join("calm-dash");
+        std::fs::create_dir(&hyphen).unwrap();
+        for name in ["calm_dash.py", "words.py"] {
+            std::fs::write(hyphen.join(name), "").unwrap();
+        }
+        assert_eq!(Main::find(&hyphen).unwrap().name(), "calm-dash");
     }
 
     #[test]

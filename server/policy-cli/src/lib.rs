@@ -12,6 +12,7 @@ mod bundle;
 mod new;
 mod remote;
 mod sim;
+mod unexported;
 mod watch;
 
 pub use remote::url;
@@ -385,6 +386,9 @@ fn check(
     if let Some(grants) = grants {
         component.check_grants(&grants)?;
         writeln!(out, "grants    sufficient")?;
+    }
+    if let Some(folder) = loaded.path.as_ref().and_then(|path| path.parent()) {
+        unexported::warn(folder, component.hooks(), out)?;
     }
     // The first instance touches memory that the second reuses, as in all but the first request.
     drop(component.instantiate(&Context::dry_run())?);

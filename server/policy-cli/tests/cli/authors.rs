@@ -114,6 +114,19 @@ fn a_parameter_of_a_command_is_checked_with_the_schema() {
 }
 
 #[test]
+fn a_hook_that_the_component_does_not_export_is_reported_by_build_and_check() {
+    let folder = project();
+    let source = "fine\n\nclass OnText(exports.OnText):\n    pass\n";
+    fs::write(folder.path().join("brief.py"), source).unwrap();
+    let warning = "brief.py:3: `on-text` is defined and not exported, so it is never called: add \
+                   `export on-text;` to wit/world.wit\n";
+    let built = succeed(&["build", folder.path().to_str().unwrap()]);
+    assert!(built.contains("warning: ") && built.contains(warning), "{built}");
+    let checked = succeed(&["check", &path(&folder, "brief.wasm")]);
+    assert!(checked.contains(warning), "{checked}");
+}
+
+#[test]
 fn a_policy_in_python_cannot_have_the_name_of_a_module() {
     let folder = folder(&[]);
     let into = folder.path().display().to_string();

@@ -253,15 +253,30 @@ fn a_new_policy_in_c_builds_and_passes_its_golden_file() {
     builds_and_passes("c");
 }
 
+#[test]
+#[ignore = "needs componentize-js on PATH"]
+fn a_new_policy_in_javascript_builds_and_passes_its_golden_file() {
+    builds_and_passes("js");
+}
+
+#[test]
+#[ignore = "needs componentize-py on PATH"]
+fn a_new_policy_in_python_builds_and_passes_its_golden_file() {
+    builds_and_passes("python");
+}
+
 fn builds_and_passes(lang: &str) {
     let folder = folder(&[]);
     let into = folder.path().to_str().unwrap();
-    let policy = path(&folder, "tool_guard");
-    succeed(&["new", "tool_guard", "--lang", lang, "--into", into]);
-    succeed(&["build", &policy]);
-    let component = Path::new(&policy).join("tool_guard.wasm");
+    let policy = path(&folder, "tool-guard");
+    succeed(&["new", "tool-guard", "--lang", lang, "--into", into]);
+    let built = succeed(&["build", &policy]);
+    assert!(!built.contains("warning"), "{built}");
+    let component = Path::new(&policy).join("tool-guard.wasm");
+    let checked = succeed(&["check", component.to_str().unwrap()]);
+    assert!(checked.contains("hooks     on-") && !checked.contains("param "), "{checked}");
     let tested = succeed(&["test", component.to_str().unwrap()]);
-    assert!(tested.ends_with(" cases pass\n"), "{tested}");
+    assert_eq!(tested, "2 cases pass\n");
 }
 
 #[test]
