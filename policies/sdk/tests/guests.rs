@@ -36,6 +36,9 @@ mod redact;
 mod router;
 #[path = "../../rules/src/lib.rs"]
 mod rules;
+/// What `steersman policy new` writes, with `TYPE` for the name of the policy.
+#[path = "../../../server/policy-cli/src/template/lib.rs"]
+mod template;
 #[path = "../../tool-guard/src/lib.rs"]
 mod tool_guard;
 
