@@ -87,6 +87,43 @@ fn a_policy_limits_the_reply_and_ends_it_at_stop_strings() {
     assert_eq!(traced(&engine, "stopped", of_client).0.answer, "The ");
 }
 
+/// The wishes of an author: no such word in answers, and a hint at a number of reasoning tokens.
+#[test]
+fn rules_ban_and_replace_words_and_inject_a_hint_at_its_token() {
+    let plain = "[[rule]]\ndo = { reasoning = false }\n";
+    let replaces = "[[rule]]\ndo = { replace_words = { rome = \"Paris\" }, replace = { \" of \" = \" in \" } }\n";
+    let hint = "[[rule]]\nwhen = { reasoning_tokens = 5 }\nunless = { text_contains = \"qwertz\" }\n\
+                do = { inject = \" because\" }\n";
+    let profiles = [
+        ("replaced", ruled(&format!("{plain}{replaces}"))),
+        ("banned", ruled(&format!("{plain}[[rule]]\ndo = {{ ban = \"Rome\" }}\n"))),
+        ("hint", ruled(hint)),
+    ];
+    let engine = engine(profiles);
+    let question = "What is the capital of Italy?";
+    let (reply, records) = traced(&engine, "replaced", ask(question));
+    assert_eq!(reply.answer, "The capital in Italy is Paris.");
+    rules_replay(&records);
+    let (reply, records) = traced(&engine, "banned", ask(question));
+    assert!(!reply.answer.contains("Rome"), "{reply:?}");
+    assert!(!reply.finished().notes.iter().any(|note| note.contains("not one")), "{reply:?}");
+    rules_replay(&records);
+    let request = Request { reasoning: Some(true), max_tokens: Some(60), ..ask(question) };
+    let (reply, records) = traced(&engine, "hint", request);
+    assert!(reply.reasoning.contains(" because"), "{reply:?}");
+    let hints: Vec<_> = records
+        .iter()
+        .filter_map(|record| match (&record.call, &record.answer) {
+            (Call::Step(step), Some(Answer::Step(actions))) if !actions.is_empty() => {
+                Some(step.reasoning_tokens)
+            }
+            _ => None,
+        })
+        .collect();
+    assert_eq!(hints, [5]);
+    rules_replay(&records);
+}
+
 #[test]
 fn a_policy_offers_fewer_tools_but_leaves_one_that_the_client_demands() {
     let profiles = [
