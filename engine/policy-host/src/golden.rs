@@ -57,9 +57,10 @@ pub fn check_golden(component: &Arc<Component>, golden: &str) -> Result<usize, E
         return Ok(golden.cases.len());
     }
     let line = |one: &Decision| {
-        let Decision { line, case, hook, problem, .. } = one;
+        let Decision { line, case, case_line, hook, problem, .. } = one;
         let problem = problem.as_deref().unwrap_or_default();
-        format!("golden line {line} (case `{case}`): {}: {problem}", hook.name())
+        let place = if line == case_line { "" } else { &format!(" of line {case_line}") };
+        format!("golden line {line} (case `{case}`{place}): {}: {problem}", hook.name())
     };
     let lines: Vec<_> = mismatches.iter().take(REPORTED).map(line).collect();
     let more = match mismatches.len().saturating_sub(REPORTED) {
@@ -76,6 +77,9 @@ pub struct Decision {
     pub line: usize,
     /// Name of the case.
     pub case: String,
+    /// Number of the first line of the case.
+    #[serde(skip)]
+    pub case_line: usize,
     /// The hook.
     pub hook: Hook,
     /// `index` of a step.
@@ -92,6 +96,17 @@ pub struct Decision {
     /// How the answer differs from the expected one, if it does.
     #[serde(skip)]
     pub problem: Option<String>,
+}
+
+impl Decision {
+    /// The name of the case, for messages. A line after the first one, which has no name of its own, is said to
+    /// belong to that.
+    pub fn case_name(&self) -> String {
+        match self.case_line {
+            first if first == self.line => self.case.clone(),
+            first => format!("in the case of line {first}, {}", self.case),
+        }
+    }
 }
 
 impl Golden {
@@ -146,6 +161,7 @@ impl Golden {
                 decisions.push(Decision {
                     line: line.number,
                     case: case.name.clone(),
+                    case_line: case.lines.first().map_or(0, |first| first.number),
                     hook: line.call.hook(),
                     step: if let Call::Step(step) = &line.call { Some(step.index) } else { None },
                     problem: line.mismatch(&answer),

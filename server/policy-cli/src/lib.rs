@@ -10,10 +10,13 @@ mod bench;
 mod build;
 mod bundle;
 mod new;
+mod param;
 mod remote;
 mod sim;
 mod unexported;
 mod watch;
+
+use param::Param;
 
 pub use remote::url;
 
@@ -28,12 +31,16 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
     Bundle, CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer,
-    Storage, Trust, conform, schema_beside, shipped,
+    Storage, Trust, schema_beside, shipped,
 };
 use tracing_subscriber::EnvFilter;
 
-/// How often work that takes long is reported: compiling a policy with an interpreter takes half a minute, once.
+/// How often work that takes long is reported.
 const PROGRESS: Duration = Duration::from_secs(5);
+
+/// From this size on, a component has an interpreter, whose compilation takes half a minute to a minute of processor
+/// time.
+const LARGE_BYTES: usize = 4 << 20;
 
 /// The default filter of the log; RUST_LOG overrides it.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,ureq=warn";
@@ -166,8 +173,8 @@ pub struct Selection {
     #[arg(long, value_name = "NAME")]
     policy: Option<String>,
     /// A parameter for calls that do not have it; `@FILE` is the text of a file. Can be repeated
-    #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = parse_param)]
-    params: Vec<(String, String)>,
+    #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = param::parse)]
+    params: Vec<Param>,
 }
 
 /// Sends the log of this process to stderr: as text, or as one JSON object a line if `STEERSMAN_LOG` is `json`. RUST_LOG
@@ -201,11 +208,13 @@ pub fn run(
         Task::Check { file, grants } => check(&load(&file.file)?, grants, config, out),
         Task::Test { file, goldens, selection } => {
             let loaded = load(&file.file)?;
-            loaded.check_params(&selection.params)?;
+            param::check(&loaded, &selection.params)?;
             test(loaded, &goldens, &selection, out)
         }
         Task::Replay { file, trace, selection } => {
-            replay(&load(&file.file)?.component, &selection.read(&trace)?, out)
+            let loaded = load(&file.file)?;
+            param::check(&loaded, &selection.params)?;
+            replay(&loaded.component, &selection.read(&trace)?, out)
         }
         Task::Diff { a, b, trace, selection } => {
             let both = [load(&a)?.component, load(&b)?.component];
@@ -217,12 +226,12 @@ pub fn run(
                 None => bench::example(&selection.params()),
             };
             let loaded = load(&file.file)?;
-            loaded.check_params(&selection.params)?;
+            param::check(&loaded, &selection.params)?;
             bench::run(&loaded.component, &golden, out)
         }
         Task::Sim { file, options } => {
             let loaded = load(&file.file)?;
-            loaded.check_params(&options.params)?;
+            param::check(&loaded, &options.params)?;
             sim::run(&loaded.component, &options, out)
         }
         Task::Keygen(options) => bundle::keygen(options, out),
@@ -269,19 +278,19 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
     if let Some(path) = path.as_ref().filter(|_| !bundle.is_archive) {
         bundle.schema = schema_beside(path).map_err(|problem| anyhow!(problem))?;
     }
+    let bytes = bundle.component.len();
+    if bytes >= LARGE_BYTES && !host.is_compiled(&bundle.component) {
+        let megabytes = bytes as f64 / 1e6;
+        eprintln!(
+            "compiling {name}, {megabytes:.0} MB: up to a minute of processor time, and longer beside \
+             other work; once, since the data folder keeps the result"
+        );
+    }
     let component = patiently(&format!("compiling {name}"), || {
         Component::load(&host, &name, &bundle.component)
     });
     let component = Arc::new(component?);
     Ok(Loaded { stem, component, bytes: bundle.component.len(), path, bundle })
-}
-
-impl Loaded {
-    /// Checks parameters with the schema, if there is one.
-    fn check_params(&self, params: &[(String, String)]) -> Result<()> {
-        let schemas = vec![(self.component.name().to_owned(), self.bundle.schema.clone())];
-        conform(&schemas, params).map_err(|problem| anyhow!("--param: {problem}"))
-    }
 }
 
 /// Does `work`, which may take long, and says every few seconds how long it has taken.
@@ -302,7 +311,7 @@ fn patiently<T>(what: &str, work: impl FnOnce() -> T) -> T {
 
 impl Selection {
     fn params(&self) -> BTreeMap<String, String> {
-        self.params.iter().cloned().collect()
+        param::texts(&self.params).into_iter().collect()
     }
 
     /// Reads the selected calls from a file.
@@ -337,15 +346,6 @@ fn parse_grant(text: &str) -> Result<Grant, String> {
         let names = Grant::ALL.map(Grant::name).join(", ");
         format!("is not one of {names}")
     })
-}
-
-fn parse_param(text: &str) -> Result<(String, String), String> {
-    let (name, value) = text.split_once('=').ok_or("is not NAME=TEXT")?;
-    let value = match value.strip_prefix('@') {
-        None => value.into(),
-        Some(file) => std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?,
-    };
-    Ok((name.into(), value))
 }
 
 fn check(
@@ -425,7 +425,7 @@ fn test(
         let path = path.display();
         let mismatches = golden.check(&component);
         for one in &mismatches {
-            let (line, case, hook) = (one.line, &one.case, one.hook.name());
+            let (line, case, hook) = (one.line, one.case_name(), one.hook.name());
             let problem = one.problem.as_deref().unwrap_or_default();
             writeln!(out, "{path}:{line}: {case}: {hook}: {problem}")?;
         }

@@ -26,6 +26,8 @@ use steersman_policy_host::{
     PromptView, RequestView, Step, Summary,
 };
 
+use super::param::{self, Param};
+
 /// Tokens that the context of the model still holds.
 const CONTEXT_LEFT: u32 = 1 << 20;
 
@@ -36,8 +38,8 @@ pub struct Options {
     /// a trace with texts (`trace_text = true`)
     corpus: PathBuf,
     /// A parameter of the policy; `@FILE` is the text of a file. Can be repeated
-    #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = super::parse_param)]
-    pub(super) params: Vec<(String, String)>,
+    #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = param::parse)]
+    pub(super) params: Vec<Param>,
 }
 
 /// A line of a corpus.
@@ -71,6 +73,7 @@ struct Outcome {
 /// When the corpus cannot be read, or the policy fails.
 pub fn run(component: &Arc<Component>, options: &Options, out: &mut impl Write) -> Result<()> {
     let Options { corpus, params } = options;
+    let params = &param::texts(params);
     let path = corpus.display();
     let text = std::fs::read_to_string(corpus).with_context(|| path.to_string())?;
     let replies = read(&text, corpus)?;

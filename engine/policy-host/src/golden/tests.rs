@@ -28,7 +28,7 @@ fn a_file_passes_if_all_answers_match() {
         error,
         "policy `passthrough`: golden line 1 (case `closes`): on-request: the answer differs (- expected, \
          + found)\n    {\n  -   \"reasoning\": true\n  +   \"reasoning\": null\n    }\n\
-         golden line 2 (case `closes`): on-step: the answer differs (- expected, + found)\n  - [\n  -   {\n  \
+         golden line 2 (case `closes` of line 1): on-step: the answer differs (- expected, + found)\n  - [\n  -   {\n  \
          -     \"CloseReasoning\": \"**Final JSON:**\\n\\n```json\\n\"\n  -   }\n  - ]\n  + []"
     );
 }

@@ -95,6 +95,11 @@ impl Compiled {
         Ok(component)
     }
 
+    /// Returns true if there is a file for the component with this digest.
+    pub fn has(&self, engine: &Engine, sha256: &[u8; 32]) -> bool {
+        self.folder.join(name(engine, sha256)).is_file()
+    }
+
     fn load(&self, engine: &Engine, path: &Path) -> Option<Component> {
         let loaded = file::read(path, MOST_BYTES as usize).and_then(|file| {
             let Some(file) = file else { return Ok(None) };

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::{HasSelf, Linker};
 
@@ -59,6 +60,12 @@ impl Host {
             compiler: Compiler::new(limits.compiler.clone(), limits.memory_bytes),
             compiled: compiled.and_then(|opened| opened.inspect_err(unusable).ok()),
         })
+    }
+
+    /// Returns true if these bytes need not be compiled: the result is on disk.
+    pub fn is_compiled(&self, component: &[u8]) -> bool {
+        let sha256 = Sha256::digest(component).into();
+        self.compiled.as_ref().is_some_and(|compiled| compiled.has(&self.engine, &sha256))
     }
 
     /// Counters of policies: policy, counter, value; sorted.

@@ -113,6 +113,60 @@ fn a_parameter_of_a_command_is_checked_with_the_schema() {
     }
 }
 
+/// A mistake was shown as a difference of `note`, far below the line that had it.
+#[test]
+fn a_mistake_in_rules_is_reported_before_any_answer_with_its_file_rule_and_line() {
+    let rules = "[[rule]]\nwhen = { prompt_over = 9 }\ndo = { route = \"large\" }\n\n\n\n\n[[rule]]\n\
+                 do = { reasonin = true }\n";
+    let golden = r#"{"hook":"on-request","answer":{"note":null}}"#;
+    let folder = folder(&[("rules.toml", rules), ("mine.jsonl", golden)]);
+    let [file, golden] = ["rules.toml", "mine.jsonl"].map(|name| path(&folder, name));
+    let param = format!("rules=@{file}");
+    for command in ["test", "bench", "replay"] {
+        let failed = fail(&[command, "rules", &golden, "--param", &param]);
+        let expected =
+            format!("error: {file}: rule 2, line 9: unknown key `do.reasonin`; expected");
+        assert!(failed.contains(&expected) && !failed.contains("differs"), "{command}: {failed}");
+    }
+    let inline = fail(&["test", "rules", &golden, "--param", "rules=[[rule]]"]);
+    let expected = "error: --param: parameter `rules`: rule 1, line 1: `do` is missing";
+    assert!(inline.contains(expected), "{inline}");
+    fs::write(&file, rules.replace("reasonin ", "reasoning ")).unwrap();
+    assert_eq!(succeed(&["test", "rules", &golden, "--param", &param]), "1 case passes\n");
+}
+
+#[test]
+fn a_large_component_is_said_to_be_compiled_and_is_compiled_once() {
+    let (component, golden) = shipped("passthrough").unwrap();
+    let folder = folder(&[("mine.jsonl", golden)]);
+    // As large as one with an interpreter: a section that nobody reads.
+    let (name, bytes) = (b"padding", 5 << 20);
+    let mut padding = vec![0, 0, 0, 0, 0, name.len() as u8];
+    let mut length = 1 + name.len() + bytes;
+    for byte in &mut padding[1..5] {
+        *byte = (length & 0x7f) as u8 | 0x80;
+        length >>= 7;
+    }
+    padding[4] &= 0x7f;
+    padding.extend_from_slice(name);
+    padding.resize(padding.len() + bytes, 0);
+    let file = folder.path().join("mine.wasm");
+    fs::write(&file, [component, &padding].concat()).unwrap();
+    let test = || {
+        let output = Command::new(env!("CARGO_BIN_EXE_steersman-policy"))
+            .args(["test", file.to_str().unwrap()])
+            .env("STEERSMAN_DATA_DIR", folder.path().join("data"))
+            .output()
+            .unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{error}");
+        error
+    };
+    let first = test();
+    assert!(first.contains("mine.wasm, 5 MB: up to a minute of processor time"), "{first}");
+    assert_eq!(test(), "", "the data folder has it");
+}
+
 #[test]
 fn a_hook_that_the_component_does_not_export_is_reported_by_build_and_check() {
     let folder = project();

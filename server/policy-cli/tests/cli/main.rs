@@ -90,6 +90,21 @@ fn an_unexpected_answer_is_reported_with_its_line() {
     assert!(misspelled.contains("b.jsonl: line 1: "), "{misspelled}");
 }
 
+/// A line without `case` was reported under the name of the last case, as if it were that line.
+#[test]
+fn a_line_without_a_case_is_reported_with_the_line_in_which_its_case_begins() {
+    let golden = r#"{"case":"a short one stays","hook":"on-request"}
+{"hook":"on-step","input":{"phase":"Answer"},"answer":[]}
+{"hook":"on-step","input":{"phase":"Reasoning"},"answer":[{"Stop":"x"}]}
+{"hook":"on-request","answer":{"every":7}}
+"#;
+    let folder = folder(&[("a.jsonl", golden)]);
+    let failed = fail(&["test", "passthrough", &path(&folder, "a.jsonl")]);
+    let own = "a.jsonl:3: in the case of line 1, a short one stays: on-step: the answer differs";
+    assert!(failed.contains(own), "{failed}");
+    assert!(failed.contains("a.jsonl:4: from line 4: on-request: "), "{failed}");
+}
+
 #[test]
 fn replay_prints_answers_and_diff_prints_where_they_differ() {
     let folder = folder(&[("trace.jsonl", LOOP)]);
