@@ -206,7 +206,7 @@ def check_with_promtool(plain, folder):
     file.write_text(json.dumps(rules))
     for checked in [ROOT / "configs/alerts.yml", file]:
         subprocess.run([promtool, "check", "rules", checked], check=True, stdout=subprocess.DEVNULL)
-    linted = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+    linted = subprocess.run([promtool, "check", "metrics"], input=plain, capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
@@ -224,7 +224,7 @@ def main():
         check_text(lines)
         series = parse(text)
         check_series(series)
-        check_with_promtool(text, folder)
+        check_with_promtool(plain, folder)
         lines, _ = serve(binary, folder, "json", work)
         check_json(lines)
         check_failed_start(binary, folder)
