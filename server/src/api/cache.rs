@@ -14,6 +14,7 @@ use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreRep
 use super::app::App;
 use super::error::ApiError;
 use super::query::Query;
+use crate::words::suggestion;
 
 /// Body of the response.
 #[derive(Serialize, JsonSchema)]
@@ -95,8 +96,9 @@ pub async fn get(
     };
     let engine = engine.ok_or_else(|| {
         let name = query.get("model").unwrap_or_default();
+        let near = suggestion(name, app.models.own_names().filter(|known| *known != name));
         ApiError::model_not_found(format!(
-            "there is no model `{name}` here, or it is not loaded; see GET /v1/models"
+            "there is no model `{name}` here, or it is not loaded; see GET /v1/models{near}"
         ))
     })?;
     Ok(Json(engine.info().prefixes.report().into()))

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use super::bounds::quoted;
 use super::server::START;
 use super::{McpConfig, SEPARATOR, Server, Tool, full_name};
+use crate::words::suggestion;
 
 /// What to do.
 #[derive(Debug, Subcommand)]
@@ -99,6 +100,10 @@ async fn call(tool: &str, arguments: &str, config: &McpConfig, out: &mut impl Wr
 }
 
 fn start(name: &str, config: &McpConfig) -> Result<Server> {
-    ensure!(config.servers.contains_key(name), "there is no server `{name}` in [mcp.servers]");
+    ensure!(
+        config.servers.contains_key(name),
+        "there is no server `{name}` in [mcp.servers]{}",
+        suggestion(name, config.servers.keys().map(String::as_str))
+    );
     Ok(Server::start(config, name))
 }

@@ -64,6 +64,28 @@ async fn profile_uses_its_own_model() {
     }
 }
 
+/// The error listed what is served, and left the comparison to the reader.
+#[tokio::test]
+async fn the_model_or_profile_that_was_meant_is_named() {
+    let (app, _, _) = two();
+    for (model, header, meant) in [
+        ("owner/tny", "", "owner/tiny"),
+        ("owner/tiny@strct", "", "strict"),
+        ("large@v2", "codr", "coder"),
+    ] {
+        let mut request = post(body(json!({"model": model})).to_string());
+        if !header.is_empty() {
+            request.headers_mut().insert("x-steersman-profile", header.parse().unwrap());
+        }
+        let reply = json_of(send(&app, request).await).await;
+        let message = reply["error"]["message"].as_str().unwrap();
+        assert!(message.ends_with(&format!("did you mean `{meant}`?")), "{message}");
+    }
+    let listed = json_of(send(&app, get("/v1/models/owner/tny")).await).await;
+    let message = listed["error"]["message"].as_str().unwrap();
+    assert!(message.ends_with("did you mean `owner/tiny`?"), "{message}");
+}
+
 #[tokio::test]
 async fn absent_model_is_that_of_the_profile() {
     let absent = |stream: bool| {

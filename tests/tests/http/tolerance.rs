@@ -147,6 +147,8 @@ async fn unknown_route_does_not_read_like_a_missing_model() {
     assert_eq!(error["code"], "route_not_found");
     let message = error["message"].as_str().unwrap();
     assert!(!message.contains("model") && message.contains("base URL"), "{message}");
+    // A file of the repository is nothing to someone who installed a package.
+    assert!(message.contains("GET /docs") && !message.contains(".md"), "{message}");
 }
 
 /// F24: OpenAI's range of `top_p` begins with 0, which was refused. The smallest set of tokens has one.
