@@ -57,8 +57,8 @@ impl Replacement {
     }
 }
 
-/// What the client gets of `view`. It begins at a word if one of `all` stands for words: nothing but whole words is
-/// let through then.
+/// What the client gets of `view`. It begins at a word if one of `all` stands for words: only
+/// whole words are let through then.
 pub fn replaced(all: &[Replacement], view: &TextView) -> TextVerdict {
     let TextView { text, end, .. } = view;
     let has_words = all.iter().any(|one| one.is_word);
@@ -104,7 +104,7 @@ pub fn replaced(all: &[Replacement], view: &TextView) -> TextVerdict {
     }
 }
 
-/// What takes the place of the beginning of `text`, and its bytes: more than there are if that is not known yet.
+/// What replaces the beginning of `text`, and its bytes: a huge number if it is not known yet.
 fn longest_first<'a>(
     all: &'a [Replacement],
     text: &str,
@@ -127,7 +127,7 @@ fn first_bytes(all: &[Replacement]) -> [bool; 256] {
             firsts[first as usize] = true;
             firsts[first.to_ascii_uppercase() as usize] |= one.is_word;
         }
-        // Letters in other cases may have another first byte, such as `K` of Kelvin, whose lower case is `k`.
+        // In another case a letter may have another first byte: the lower case of Kelvin is `k`.
         if one.is_word || !first.is_ascii() {
             firsts[0x80..].fill(true);
         }
@@ -139,7 +139,7 @@ fn first_bytes(all: &[Replacement]) -> [bool; 256] {
 mod tests {
     use super::*;
 
-    /// The client's text of an answer that comes in pieces of `bytes`, as the host applies the verdicts.
+    /// The client's text of an answer in pieces of `bytes`, as the host applies the verdicts.
     fn sent(all: &[Replacement], text: &str, bytes: usize) -> String {
         let (mut held, mut sent, mut at) = (String::new(), String::new(), 0);
         loop {

@@ -56,7 +56,8 @@ pub fn check(loaded: &Loaded, params: &[Param]) -> Result<()> {
     Ok(())
 }
 
-/// A problem that begins with "parameter `NAME`: ", with the file of that parameter instead if it has one.
+/// A problem that begins with "parameter `NAME`: ", with the file of that parameter instead if it
+/// has one.
 fn with_file(problem: &str, params: &[Param]) -> String {
     let in_file = params.iter().find_map(|Param { name, file, .. }| {
         let rest = problem.strip_prefix(&format!("parameter `{name}`: "))?;

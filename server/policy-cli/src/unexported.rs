@@ -1,5 +1,5 @@
-//! Warns of hooks that a source defines and its component does not export: the host never calls them, and nothing
-//! else says so.
+//! Warns of hooks that a source defines and its component does not export: the host never calls
+//! them, and nothing else says so.
 //!
 //! The source is searched for the beginning of a definition, not parsed.
 
@@ -63,7 +63,8 @@ pub fn warn(folder: &Path, exported: &[impl AsRef<str>], out: &mut impl Write) -
                 let (path, line) = (path.display(), line + 1);
                 writeln!(
                     out,
-                    "warning: {path}:{line}: `{hook}` is defined and not exported, so it is never called: {remedy}"
+                    "warning: {path}:{line}: `{hook}` is defined and not exported, so it is never \
+                     called: {remedy}"
                 )?;
             }
         }

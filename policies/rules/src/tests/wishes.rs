@@ -1,5 +1,5 @@
-//! What authors wished for: negation, exact numbers of tokens, words in place of tokens, routes, other words in
-//! answers.
+//! What authors wished for: negation, exact numbers of tokens, words in place of tokens, routes,
+//! other words in answers.
 
 use super::*;
 
@@ -7,8 +7,8 @@ fn reasoning(tokens: u32, text: &str) -> Step {
     Step { phase: Phase::Reasoning, reasoning_tokens: tokens, text: text.into(), ..Step::default() }
 }
 
-/// The wish of an author: a hint after 60 tokens of reasoning that have no "because". `reasoning_tokens_over` came at
-/// 64, and nothing could be negated.
+/// The wish of an author: a hint after 60 tokens of reasoning that have no "because".
+/// `reasoning_tokens_over` came at 64, and nothing could be negated.
 #[test]
 fn a_hint_comes_at_a_number_of_tokens_unless_the_reasoning_has_a_word() {
     let rules = r#"
