@@ -1,9 +1,9 @@
 //! The one-time link by which the owner of a server for this machine becomes its operator.
 //!
-//! A server without keys that listens on this machine only has no operator: its console would show numbers and change
-//! nothing. `serve` prints a link on its terminal, and who has read it opens the console. The token of the link is in the
-//! fragment of its address, which browsers send to no server. The console exchanges it for a key, once; both end with the
-//! process and are in no file.
+//! A server without keys that listens on this machine only has no operator: its console would show
+//! numbers and change nothing. `serve` prints a link on its terminal, and who has read it opens the
+//! console. The token of the link is in the fragment of its address, which browsers send to no
+//! server. The console exchanges it for a key, once; both end with the process and are in no file.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -53,7 +53,8 @@ impl Link {
         Ok((Self(Mutex::new(state)), token))
     }
 
-    /// The operator's key for the token of the link; `None` if it is another token, or the link was used.
+    /// The operator's key for the token of the link; `None` if it is another token, or the link was
+    /// used.
     pub fn exchange(&self, token: &str) -> Option<String> {
         let mut state = self.0.lock();
         let State::Offered { token: expected, key } = &*state else { return None };
@@ -65,7 +66,8 @@ impl Link {
         Some(key)
     }
 
-    /// Whether a key with this digest is the one that the link was exchanged for. Takes the same time for every key.
+    /// Whether a key with this digest is the one that the link was exchanged for. Takes the same
+    /// time for every key.
     pub fn opens(&self, key: &KeyDigest) -> bool {
         match &*self.0.lock() {
             State::Offered { .. } => false,
@@ -74,9 +76,9 @@ impl Link {
     }
 }
 
-/// A link and the address to print, if the server has no keys, only this machine reaches it, and a terminal shows the
-/// address to its owner alone: it is printed to no file and to no journal. `has_created_keys` are those of
-/// `steersman keys`.
+/// A link and the address to print, if the server has no keys, only this machine reaches it, and a
+/// terminal shows the address to its owner alone: it is printed to no file and to no journal.
+/// `has_created_keys` are those of `steersman keys`.
 ///
 /// # Errors
 /// If the system has no randomness.

@@ -1,7 +1,8 @@
 //! `steersman chat` and `steersman run`: which server they talk to.
 //!
-//! The server at `--url`. Or else the server that runs at the configured address, if it has the model: a second copy of
-//! a large model would not fit beside the first. Or else one in this process.
+//! The server at `--url`. Or else the server that runs at the configured address, if it has the
+//! model: a second copy of a large model would not fit beside the first. Or else one in this
+//! process.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -23,11 +24,13 @@ const LOADING_PAUSE: Duration = Duration::from_millis(500);
 /// A server, and the name by which it has the model; empty for its first one.
 type Served = (Client, String);
 
-/// Calls `use_server` with a client of the server to talk to, and with the name by which that has `model`. `read`
-/// returns the configuration and the data folder; it is not called if `server` has an address.
+/// Calls `use_server` with a client of the server to talk to, and with the name by which that has
+/// `model`. `read` returns the configuration and the data folder; it is not called if `server` has
+/// an address.
 ///
 /// # Errors
-/// If no server can be reached or started, or the server that runs requires a key; and the errors of `use_server`.
+/// If no server can be reached or started, or the server that runs requires a key; and the errors
+/// of `use_server`.
 pub fn with_server(
     server: &Server,
     model: Option<String>,
@@ -84,8 +87,8 @@ fn in_this_process(
     done
 }
 
-/// The server that runs at the configured address, if it has `model`, or any if that is none. Says in one line on stderr
-/// which it is, if somebody reads that, and in any case why it is not used.
+/// The server that runs at the configured address, if it has `model`, or any if that is none. Says
+/// in one line on stderr which it is, if somebody reads that, and in any case why it is not used.
 ///
 /// # Errors
 /// If it requires a key that is not known here.
@@ -117,8 +120,8 @@ async fn running(
         // Nobody may read it.
         let _ = writeln!(
             stderr,
-            "the server at {url} does not serve {model}, so it is loaded in this process; to have the server load it \
-             on demand, add it to [models] of its configuration"
+            "the server at {url} does not serve {model}, so it is loaded in this process; to have \
+             the server load it on demand, add it to [models] of its configuration"
         );
         return Ok(None);
     };

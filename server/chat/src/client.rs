@@ -127,11 +127,9 @@ impl Client {
     /// # Errors
     /// If the address is not one of HTTP, or the key cannot be sent.
     pub fn new(url: &str, key: Option<&str>) -> Result<Self> {
-        let url = url.trim_end_matches('/').trim_end_matches("/v1");
-        let url = match url.contains("://") {
-            true => url.to_owned(),
-            false => format!("http://{url}"),
-        };
+        let scheme = if url.contains("://") { "" } else { "http://" };
+        let url = format!("{scheme}{url}");
+        let url = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
         let uri: http::Uri = url.parse().with_context(|| format!("the address {url}"))?;
         if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
             bail!("{url} is not an address: write it as http://HOST:PORT");

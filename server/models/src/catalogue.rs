@@ -1,7 +1,8 @@
 //! Short names of published models: `qwen3:4b`, or `qwen3` for the size that fits this machine.
 //!
-//! Every repo is of a family that the engine loads. Bytes are those of all files of a repo, rounded up: enough to choose
-//! a size. [`Hub::plan`](crate::hub::Hub::plan) asks the hub for the exact ones.
+//! Every repo is of a family that the engine loads. Bytes are those of all files of a repo, rounded
+//! up: enough to choose a size. [`Hub::plan`](crate::hub::Hub::plan) asks the hub for the exact
+//! ones.
 
 use std::fmt;
 
@@ -59,7 +60,8 @@ pub const CATALOGUE: &[Entry] = &[
     entry("gpt-oss", "20b", "mlx-community/gpt-oss-20b-MXFP4-Q8", 12_200, "MXFP4, 8 bits"),
 ];
 
-/// Tenths of the memory that weights and requests may take. The rest is for the system and other programs.
+/// Tenths of the memory that weights and requests may take. The rest is for the system and other
+/// programs.
 const MEMORY_TENTHS: u64 = 6;
 
 /// Bytes for requests and the prefix cache.
@@ -94,7 +96,8 @@ impl Named {
     }
 }
 
-/// The model with the short name `text`: `NAME:SIZE`, `NAME` or `NAME:latest` in letters of any case.
+/// The model with the short name `text`: `NAME:SIZE`, `NAME` or `NAME:latest` in letters of any
+/// case.
 ///
 /// # Errors
 /// If the name is known and has no such size; with its sizes. `None` for another name.
@@ -170,7 +173,8 @@ mod tests {
         }
     }
 
-    /// Numbers in names agree with the bytes: 4 bits with a scale and a bias of 16 bits for 64 numbers take 4.5.
+    /// Numbers in names agree with the bytes: 4 bits with a scale and a bias of 16 bits for 64
+    /// numbers take 4.5.
     #[test]
     fn bytes_are_those_of_the_parameters() {
         for entry in CATALOGUE.iter().filter(|entry| entry.quantization == "4 bits") {

@@ -1,7 +1,8 @@
-//! What the name of a model means: the one place for `--model`, the configuration, and all commands.
+//! What the name of a model means: the one place for `--model`, the configuration, and all
+//! commands.
 //!
-//! A name is a folder or a GGUF file that exists, or else the id of a model on a hub, or else a short name of
-//! [`catalogue`].
+//! A name is a folder or a GGUF file that exists, or else the id of a model on a hub, or else a
+//! short name of [`catalogue`].
 
 use std::path::{Path, PathBuf};
 
@@ -26,7 +27,8 @@ pub enum NamedAs<'a> {
     Repo(&'a str),
 }
 
-/// What `path` is. A folder or file that exists takes precedence over a repo, and that over a short name.
+/// What `path` is. A folder or file that exists takes precedence over a repo, and that over a short
+/// name.
 ///
 /// # Errors
 /// If it is none of these; says what it may have been meant to be.
@@ -41,7 +43,8 @@ pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
     model_id(path).map(NamedAs::Repo)
 }
 
-/// The id on a hub of the model that `name` stands for: the same, or that of a short name. Looks at no file.
+/// The id on a hub of the model that `name` stands for: the same, or that of a short name. Looks at
+/// no file.
 ///
 /// # Errors
 /// If it is neither; with names that are near.
@@ -60,15 +63,16 @@ pub fn model_id(name: &str) -> Result<&str> {
                 false => format!("did you mean {}?", near.join(" or ")),
             };
             bail!(
-                "there is no model `{name}`: it is neither a file, nor the id of a Hugging Face repo \
-                 (owner/name, for GGUF files owner/name:QUANTIZATION), nor a short name; {advice}"
+                "there is no model `{name}`: it is neither a file, nor the id of a Hugging Face \
+                 repo (owner/name, for GGUF files owner/name:QUANTIZATION), nor a short name; \
+                 {advice}"
             )
         }
     }
 }
 
-/// Whether the model that a server calls `served` is the one that a user calls `asked`: the same model on a hub, in any
-/// size or quantization if `asked` has none, or the folder of this name.
+/// Whether the model that a server calls `served` is the one that a user calls `asked`: the same
+/// model on a hub, in any size or quantization if `asked` has none, or the folder of this name.
 pub fn same_model(served: &str, asked: &str) -> bool {
     let asked = asked.strip_suffix(":latest").unwrap_or(asked);
     if served == asked {

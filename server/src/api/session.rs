@@ -1,4 +1,5 @@
-//! `POST /v1/session`: exchanges the token of the [one-time link](crate::link) for the key of an operator.
+//! `POST /v1/session`: exchanges the token of the [one-time link](crate::link) for the key of an
+//! operator.
 
 use std::sync::Arc;
 

@@ -72,7 +72,8 @@ async fn other_tokens_open_nothing() {
     assert_eq!(open(&app, &json!({"token": token})).await.0, 200, "none of them used it up");
 }
 
-/// A page of another site may send a request to this machine, but has no token and is refused before.
+/// A page of another site may send a request to this machine, but has no token and is refused
+/// before.
 #[tokio::test]
 async fn pages_of_other_sites_are_refused() {
     let (app, token) = linked();

@@ -1,7 +1,8 @@
-//! GGUF files of a repo: which of them a quantization names, and whether the engine can load it, by its header.
+//! GGUF files of a repo: which of them a quantization names, and whether the engine can load it, by
+//! its header.
 //!
-//! A repo has one file for each quantization, `NAME-Q4_K_M.gguf`. Files in parts, and the projectors for images beside them
-//! (`mmproj`), are no models that can be loaded.
+//! A repo has one file for each quantization, `NAME-Q4_K_M.gguf`. Files in parts, and the
+//! projectors for images beside them (`mmproj`), are no models that can be loaded.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -17,8 +18,8 @@ use super::plan::{Plan, Wanted};
 use super::transfer::{self, Failure};
 use crate::named::near;
 
-/// The quantizations that are taken if none is named, the best first: 4 bits are the usual compromise, and all of them can be
-/// loaded.
+/// The quantizations that are taken if none is named, the best first: 4 bits are the usual
+/// compromise, and all of them can be loaded.
 const DEFAULTS: [&str; 14] = [
     "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q5_K_S", "Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q5_0", "Q5_1", "BF16",
     "F16", "FP16", "F32",
@@ -36,7 +37,8 @@ const UNKNOWN_BYTES: u64 = 1 << 40;
 /// Most files of a folder that are looked at.
 const FILES: usize = 20_000;
 
-/// Folders within a snapshot that files may be in: repos with large files have one for each quantization.
+/// Folders within a snapshot that files may be in: repos with large files have one for each
+/// quantization.
 const DEPTH: usize = 2;
 
 /// Whether a file is a GGUF file by its name.
@@ -69,7 +71,8 @@ fn stem(file: &str) -> (&str, u32) {
     in_parts().unwrap_or((name, 1))
 }
 
-/// The quantization in the name of a file, or the name if it has none: `Q4_K_M`, `UD-Q4_K_XL`, `BF16`.
+/// The quantization in the name of a file, or the name if it has none: `Q4_K_M`, `UD-Q4_K_XL`,
+/// `BF16`.
 fn tag(file: &str) -> &str {
     let (stem, _) = stem(file);
     let Some(at) = stem.rfind(['-', '.']) else { return stem };
@@ -128,13 +131,16 @@ pub fn choose<'a>(files: &[&'a str], asked: Option<&str>) -> Result<&'a str, Str
         if let Some(file) = models.iter().find(|file| is_meant(file, asked)) {
             let (_, parts) = stem(file);
             return format!(
-                "`{asked}` is in {parts} parts, which cannot be loaded: download them, join them with \
-                 `llama-gguf-split --merge` and name the file; {}",
+                "`{asked}` is in {parts} parts, which cannot be loaded: download them, join them \
+                 with `llama-gguf-split --merge` and name the file; {}",
                 list()
             );
         }
         let near = near(asked, &Vec::from_iter(tags.iter().copied()));
-        let advice = if near.is_empty() { list() } else { format!("did you mean {}?", near.join(" or ")) };
+        let advice = match near.is_empty() {
+            true => list(),
+            false => format!("did you mean {}?", near.join(" or ")),
+        };
         format!("there is no GGUF file `{asked}`; {advice}")
     })
 }
@@ -177,8 +183,9 @@ fn files_in(folder: &Path) -> Vec<String> {
     files
 }
 
-/// Gets the beginning of a file, which the download continues, and checks that the engine can load it: its architecture, and
-/// names and types of its tensors. What arrived of another file is deleted.
+/// Gets the beginning of a file, which the download continues, and checks that the engine can load
+/// it: its architecture, and names and types of its tensors. What arrived of another file is
+/// deleted.
 ///
 /// # Errors
 /// If it cannot be loaded, with the reason; if the network fails.
@@ -224,8 +231,8 @@ fn can_be_loaded(header: &[u8], size: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the header of a file ends; `None` if it goes on after `bytes`. What is damaged ends here, too: reading it says
-/// what is wrong.
+/// Where the header of a file ends; `None` if it goes on after `bytes`. What is damaged ends here,
+/// too: reading it says what is wrong.
 fn header_end(bytes: &[u8]) -> Option<usize> {
     const TEXT: u32 = 8;
     const ARRAY: u32 = 9;
