@@ -189,7 +189,7 @@ impl Source {
         }
         format!(
             "{looked}; name {}, NAME for NAME.wasm in policy.folder, or the path of a component \
-             (policies/README.md explains how to build one)",
+             (`steersman policy new` begins one)",
             names.join(", ")
         )
     }
