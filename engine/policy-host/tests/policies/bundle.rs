@@ -353,27 +353,23 @@ fn a_misspelt_or_ill_typed_parameter_is_an_error_that_names_it() {
     let mut site = Site::new(&pair);
     fs::write(site.path("mine.steer"), sign(&pair, &rules(b'a', PASSES, RULES))).unwrap();
     let cases = [
-        (
-            "rule",
-            "x",
-            "params `rule`: is in no schema of its policies (mine); did you mean `rules`?",
-        ),
+        ("rule", "x", "is in no schema of its policies (mine); did you mean `rules`?"),
         (
             "mine.strct",
             "true",
-            "params `mine.strct`: is in no schema of its policies (mine); did you mean \
-          `mine.strict`?",
+            "is in no schema of its policies (mine); did you mean `mine.strict`?",
         ),
         ("temperature", "1", "they have rules, strict"),
-        ("strict", "yes", "params `strict`: is \"yes\", must be true or false"),
-        ("mine.strict", "1", "params `mine.strict`: is \"1\", must be true or false"),
+        ("strict", "yes", "is \"yes\", must be true or false"),
+        ("mine.strict", "1", "is \"1\", must be true or false"),
     ];
     for (name, text, words) in cases {
         site.params = one_rule();
         site.params.insert(name.into(), text.into());
         let error = site.load(&crate::storage()).err().expect(name).to_string();
         assert!(
-            error.starts_with("profiles: profile `default`: ") && error.contains(words),
+            error.starts_with(&format!("profiles.default.params.{name}: "))
+                && error.contains(words),
             "{error}"
         );
     }
