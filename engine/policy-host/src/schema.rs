@@ -222,10 +222,18 @@ fn quoted(text: &str) -> String {
     }
 }
 
-/// The name that is spelt most like `name`, if one is.
+/// Most bytes of a name that others are compared with: the comparison takes as long as the product of two lengths, and a
+/// client may send a name of megabytes.
+const LONGEST_NAME: usize = 128;
+
+/// The name that is spelt most like `name`, if one is. A longer one than [`LONGEST_NAME`] is like none.
 pub fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if name.len() > LONGEST_NAME {
+        return None;
+    }
     let distance = |other: &&str| strsim::damerau_levenshtein(name, other);
-    let found = names.into_iter().min_by_key(distance)?;
+    let is_short = |other: &&str| other.len() <= LONGEST_NAME;
+    let found = names.into_iter().filter(is_short).min_by_key(distance)?;
     (distance(&found) <= (name.chars().count() / 3).max(1)).then_some(found)
 }
 
@@ -301,5 +309,8 @@ mod tests {
         assert_eq!(nearest("mod", names), Some("mode"));
         assert_eq!(nearest("temperature", names), None);
         assert_eq!(nearest("x", []), None);
+        let long = "x".repeat(LONGEST_NAME);
+        assert_eq!(nearest(&long, [&*long]), Some(&*long));
+        assert_eq!(nearest(&(long.clone() + "x"), [&*long]), None);
     }
 }

@@ -172,8 +172,14 @@ fn is_part(part: &str) -> bool {
     !part.is_empty() && !part.starts_with('.') && part.chars().all(allowed)
 }
 
-/// The names among `known` that are like `name`, the nearest first.
+/// Most bytes of a name that others are compared with, which takes as long as the product of two lengths.
+const LONGEST: usize = 256;
+
+/// The names among `known` that are like `name`, the nearest first; none for a name longer than [`LONGEST`].
 pub fn near<'a>(name: &str, known: &[&'a str]) -> Vec<&'a str> {
+    if name.len() > LONGEST {
+        return Vec::new();
+    }
     let lower = |text: &str| text.to_lowercase();
     let mut near: Vec<_> = known
         .iter()
