@@ -411,7 +411,8 @@ mod tests {
         let cli = Cli::command();
         for command in cli.get_subcommands().filter(|command| !command.is_disable_help_flag_set()) {
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let example = help.strip_prefix("Example:\n").expect(command.get_name());
+            let example = help.strip_prefix("Example:\n");
+            let example = example.unwrap_or_else(|| panic!("{}", command.get_name()));
             let arguments = arguments(example);
             assert_eq!(arguments[1], command.get_name().to_owned(), "{example}");
             assert!(Cli::try_parse_from(&arguments).is_ok(), "{arguments:?}");

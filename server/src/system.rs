@@ -64,7 +64,7 @@ impl Process {
         let has_usage = usage.bytes > 0;
         Self {
             started: start_time(),
-            processor: has_usage.then(|| usage.processor.as_secs_f64()),
+            processor: has_usage.then_some(usage.processor.as_secs_f64()),
             resident_bytes: has_usage.then_some(usage.bytes),
             virtual_bytes: virtual_bytes(),
             // On Linux a link to `/proc/self/fd`. The folder that is read here is one of the files.

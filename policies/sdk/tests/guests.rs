@@ -36,7 +36,7 @@ mod redact;
 mod router;
 #[path = "../../rules/src/lib.rs"]
 mod rules;
-/// What `steersman policy new` writes, with `TYPE` for the name of the policy.
+/// What `steersman policy new` writes, with `MyPolicy` for the name of the policy.
 #[path = "../../../server/policy-cli/src/template/lib.rs"]
 mod template;
 #[path = "../../tool-guard/src/lib.rs"]

@@ -123,7 +123,7 @@ fn find_within(text: &str, memory: u64) -> Result<Option<Named>, String> {
     }
     // Ordered by size: the smallest if none fits.
     let smallest = of_name.peek().copied();
-    let fitting = of_name.filter(|entry| fits(entry.bytes, memory)).last();
+    let fitting = of_name.rfind(|entry| fits(entry.bytes, memory));
     Ok(fitting.or(smallest).map(|entry| Named { entry, has_size: false }))
 }
 

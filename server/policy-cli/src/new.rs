@@ -179,7 +179,7 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
             let named = format!("name = \"{name}\"");
             let manifest = manifest.replace("name = \"brief\"", &named).replace("../../sdk", "sdk");
             add("Cargo.toml", &manifest);
-            add(&source, &include_str!("template/lib.rs").replace("TYPE", &type_name(name)));
+            add(&source, &include_str!("template/lib.rs").replace("MyPolicy", &type_name(name)));
             add("sdk/Cargo.toml", &sdk_manifest());
             for (file, text) in SDK {
                 add(&format!("sdk/src/{file}"), text);

@@ -1,6 +1,6 @@
 //! Closes reasoning that becomes long.
 //!
-//! One value of [`TYPE`] serves one request, so its fields are the state of that request.
+//! One value of [`MyPolicy`] serves one request, so its fields are the state of that request.
 
 use steersman_policy::{Action, Phase, Plan, Policy, RequestView, Step};
 
@@ -9,9 +9,9 @@ const REASONING_TOKENS: u32 = 1024;
 
 /// The policy.
 #[derive(Default)]
-pub struct TYPE;
+pub struct MyPolicy;
 
-impl Policy for TYPE {
+impl Policy for MyPolicy {
     fn on_request(&mut self, request: RequestView) -> Plan {
         Plan { reasoning: request.reasoning, every: 16, ..Plan::default() }
     }
@@ -26,8 +26,8 @@ impl Policy for TYPE {
 }
 
 // The hooks of the component. `on_tool_call` is left out, and `on_text` is not there, until they are named here:
-// export!(TYPE) has the former, export!(TYPE, with on_text) both.
-steersman_policy::export!(TYPE, without on_tool_call);
+// export!(MyPolicy) has the former, export!(MyPolicy, with on_text) both.
+steersman_policy::export!(MyPolicy, without on_tool_call);
 
 #[cfg(test)]
 mod tests {
@@ -40,7 +40,7 @@ mod tests {
             reasoning_tokens,
             ..Step::default()
         };
-        assert_eq!(TYPE.on_step(step(1023)), []);
-        assert_eq!(TYPE.on_step(step(1024)), [Action::CloseReasoning("In short: ".into())]);
+        assert_eq!(MyPolicy.on_step(step(1023)), []);
+        assert_eq!(MyPolicy.on_step(step(1024)), [Action::CloseReasoning("In short: ".into())]);
     }
 }
