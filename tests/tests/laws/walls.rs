@@ -28,7 +28,7 @@ const WALLS: [(&str, &[&str]); 7] = [
             "engine/src/decode",
             "engine/src/device",
             "engine/src/draft",
-            "engine/src/kernel_check.rs",
+            "engine/src/kernel_check",
             "engine/src/kernels",
             "engine/src/lazy.rs",
             "engine/src/measure",
