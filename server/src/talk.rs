@@ -87,8 +87,9 @@ fn in_this_process(
     done
 }
 
-/// The server that runs at the configured address, if it has `model`, or any if that is none. Says
-/// in one line on stderr which it is, if somebody reads that, and in any case why it is not used.
+/// The server that runs at the configured address, if it has `model`, or whichever runs there if no
+/// model is named. One line on stderr names it if that is a terminal; the reason why a server is not
+/// used is written in any case.
 ///
 /// # Errors
 /// If it requires a key that is not known here.

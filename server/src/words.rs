@@ -152,14 +152,18 @@ fn found_words<F: Format>(found: Unexpected<'_>) -> String {
         Unexpected::Bool(value) => value.to_string(),
         Unexpected::Unsigned(value) => value.to_string(),
         Unexpected::Signed(value) => value.to_string(),
-        Unexpected::Float(value) if value.abs() >= LONG => format!("{value:e}"),
-        Unexpected::Float(value) => value.to_string(),
+        Unexpected::Float(value) => number(value),
         Unexpected::Str(text) => quoted(text),
         Unexpected::Unit | Unexpected::Option => "null".into(),
         Unexpected::Seq => "a list".into(),
         Unexpected::Map => F::MAP.into(),
         other => other.to_string(),
     }
+}
+
+/// A number in an error, with an exponent from [`LONG`] on.
+pub fn number(value: f64) -> String {
+    if value.abs() >= LONG { format!("{value:e}") } else { value.to_string() }
 }
 
 /// What serde calls a type, in the words of the format.

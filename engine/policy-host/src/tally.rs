@@ -173,7 +173,7 @@ mod tests {
     use crate::contract::{LoopReport, Phase, RequestView, Step};
     use crate::guard::Guard;
 
-    /// Closes the reasoning at a loop, and fails at `on-request` if it is told so.
+    /// Closes the reasoning at a loop, and fails at `on-request` if its field says so.
     struct Fake {
         fails: bool,
     }

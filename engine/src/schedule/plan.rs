@@ -149,8 +149,9 @@ impl PassCosts {
         self.row += of_rows / rows as f32;
     }
 
-    /// Rows of prompt with which a pass takes `time`. If prefill of any length takes about as long, so many that their
-    /// own cost is `least` times as large: fewer rows would stop the streams more often. `None` before the first pass.
+    /// Number of rows of prompt with which a pass takes `time`, or more if their cost would be less than
+    /// `least` times the fixed cost of prefill: fewer rows would stop the streams more often. `None`
+    /// before the first pass.
     fn rows_within(&self, time: Duration, least: f32) -> Option<usize> {
         let left = time.as_secs_f32() - self.decode - self.prefill;
         (self.row > 0.0).then(|| (left.max(least * self.prefill) / self.row) as usize)

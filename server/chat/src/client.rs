@@ -55,7 +55,7 @@ pub enum Presence {
 /// A response whose status is not success.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Its status.
+    /// The status of the response.
     pub status: StatusCode,
     /// The server's words.
     pub message: String,

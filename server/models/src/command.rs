@@ -219,7 +219,7 @@ impl Listed {
         Facts::read(self.folder.as_deref()?).ok()
     }
 
-    /// Its state, or that the engine cannot load it.
+    /// The state of the model on this machine, or that the engine cannot load it.
     fn shown_state(&self, facts: Option<&Facts>, families: &[&str]) -> &'static str {
         let can_load = facts.is_some_and(|facts| families.contains(&facts.family.as_str()));
         if self.folder.is_some() && !can_load { "not supported" } else { self.state }

@@ -28,7 +28,7 @@ pub struct RequestLog {
     route: String,
     traced: TracedRequest,
     metrics: Arc<Metrics>,
-    /// Those of its model and profile, once they are known.
+    /// The series of its model and profile; `None` until they are known.
     of_replies: Option<ReplyMetrics>,
     started: Instant,
     /// Time from its arrival to the start of its prompt.

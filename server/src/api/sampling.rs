@@ -7,6 +7,7 @@ use steersman_engine::policy::SamplingPatch;
 
 use super::error::ApiError;
 use super::{fields, json};
+use crate::words::number;
 
 /// The fields that this module reads.
 const FIELDS: [&str; 4] = ["temperature", "top_p", "top_k", "min_p"];
@@ -76,10 +77,7 @@ fn within(
 ) -> Result<Option<f32>, ApiError> {
     match value {
         Some(value) if !(0.0..=most).contains(&value) => {
-            let value = match value.abs() < 1e15 {
-                true => value.to_string(),
-                false => format!("{value:e}"),
-            };
+            let value = number(value);
             let message = format!("{name}: is {value}, must be {range}");
             Err(ApiError::value(name, message))
         }

@@ -328,7 +328,7 @@ fn all_unknown_parameters_of_a_profile_are_named() {
     assert_eq!((profile.as_str(), names), ("agent", vec!["budget", "hints"]));
 }
 
-/// Of a misspelt name only a list of all policies was shown.
+/// The error about a misspelt name was a list of all policies.
 #[test]
 fn the_policy_that_was_meant_is_named() {
     let folder = tempfile::tempdir().unwrap();

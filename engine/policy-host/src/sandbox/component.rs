@@ -247,7 +247,7 @@ impl Component {
     /// hooks off ([`PreparedParams::turns_off`]).
     pub fn needs(self: &Arc<Self>, hook: Hook, profile: &str, params: &Params) -> bool {
         let is_off = || {
-            // A failure comes again in the request, which says so.
+            // The request calls it again, and reports the failure.
             self.prepare(profile, params).is_ok_and(|prepared| prepared.turns_off(hook))
         };
         self.hooks.contains(&hook.name()) && !is_off()

@@ -231,7 +231,7 @@ fn can_be_loaded(header: &[u8], size: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the header of a file ends; `None` if it goes on after `bytes`. What is damaged ends here,
+/// The end of the header of a file; `None` if it continues after `bytes`. A damaged one ends here,
 /// too: reading it says what is wrong.
 fn header_end(bytes: &[u8]) -> Option<usize> {
     const TEXT: u32 = 8;
