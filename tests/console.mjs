@@ -117,6 +117,12 @@ async function visit(page, view) {
   await page.waitForSelector(`.view.${view} h1`);
 }
 
+/** Waits until `count` messages of the chat are answered; fails at once where one ends with an error. */
+async function answered(page, count) {
+  await page.waitForFunction((count) => document.querySelectorAll(".message.assistant .foot a, .message.assistant .notice.bad").length >= count, count);
+  assert.deepEqual(await page.locator(".message.assistant .notice.bad").allTextContents(), []);
+}
+
 /** What must be true of every page. */
 async function check(page, seen, name) {
   const width = await page.evaluate(() => [document.scrollingElement.scrollWidth, innerWidth]);
@@ -167,15 +173,34 @@ const TESTS = {
     await page.fill("#chat-temperature", "0");
     await page.fill("#chat-input", "What is the capital of Italy?");
     await page.keyboard.press("Enter");
-    await page.waitForFunction(() => document.querySelector(".message.assistant .body")?.textContent.includes("Rome") && document.querySelector(".message.assistant .foot").textContent.includes("tokens/s"));
+    await answered(page, 1);
+    assert.ok((await page.textContent(".message.assistant .body")).includes("Rome"));
+    assert.ok((await page.textContent(".message.assistant .foot")).includes("tokens/s"));
     await page.selectOption("#chat-thinking", "off");
     await page.selectOption("#chat-profile", "agents");
     await page.fill("#chat-input", "What is the capital of Peru?");
     await page.click("#chat-send");
-    await page.waitForFunction(() => document.querySelectorAll(".message.assistant .foot a").length === 2);
+    await answered(page, 2);
     assert.ok(await page.locator(".message.assistant .thoughts").nth(1).isHidden());
     await check(page, seen, "the chat");
     await page.screenshot({ path: join(pictures, "chat-answered.png") });
+    await context.close();
+  },
+
+  async "a message that is sent before the models are listed goes to one of them"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    let list;
+    const asked = new Promise((resolve) => { list = resolve; });
+    await page.route("**/v1/models", async (route) => { await asked; await route.continue(); });
+    await visit(page, "chat");
+    await page.fill("#chat-input", "What is the capital of Italy?");
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".message.user");
+    assert.ok(!seen.answers.some((answer) => answer.endsWith("/v1/chat/completions")));
+    list();
+    await answered(page, 1);
+    assert.ok((await page.textContent(".message.assistant .body")).includes("Rome"));
+    await check(page, seen, "a chat that began early");
     await context.close();
   },
 

@@ -101,18 +101,20 @@ export function chat(element, state, profile) {
   async function send() {
     const content = input.value.trim();
     if (!content || running) return;
+    running = new AbortController();
+    text(button, "Stop");
     list.hidden = false;
     const question = { role: "user", content };
     messages.push(question);
     add(question).draw(false);
+    input.value = "";
+    // A message can be sent before the server has listed its models.
+    await listed;
     const { asked, headers } = body();
     const answer = { role: "assistant", model: model.value, content: "", reasoning: "" };
     const shown = add(answer);
     shown.draw(true);
     down();
-    input.value = "";
-    running = new AbortController();
-    text(button, "Stop");
     const started = performance.now();
     let first = 0;
     try {
@@ -170,7 +172,7 @@ export function chat(element, state, profile) {
   });
 
   const abort = new AbortController();
-  get("/v1/models", abort.signal).then(({ data }) => {
+  const listed = get("/v1/models", abort.signal).then(({ data }) => {
     const names = data.map(({ id }) => id).filter((id) => !id.includes("@"));
     model.append(...names.map((id) => h("option", { value: id }, id)));
     const saved = sessionStorage.getItem("chat-model");
