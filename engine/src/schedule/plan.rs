@@ -7,9 +7,9 @@
 //! policy is called, as its answer comes soon, for a request of another profile that is being prepared,
 //! and for a short prompt beside those of other profiles, of which the long ones get [`LEAST_ROWS`] together.
 //!
-//! A request that arrives during a pass waits for its end, so a pass that nobody waits for yet is
-//! expected to take at most [`TURN`] stalls, and longer only where the fixed cost of passes that short would
-//! slow prefill.
+//! A request that arrives during a pass waits for its end, and then for the rows that share the pass of its own
+//! prompt. Both together are expected to take at most [`TURN`] stalls, and longer only where the fixed cost of
+//! passes that short would slow prefill: so many rows has a pass that nobody waits for yet.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. So a profile owes the streams what its prompts take beyond a share of the streams' own time ([`Debt`]). While it
@@ -39,10 +39,11 @@ pub const LEAST_ROWS: usize = 64;
 /// Steps without a row after which a sequence runs before those with shorter prompts.
 pub const AGING: u32 = 8;
 
-/// Longest expected time of a pass that nobody waits for when it begins, in multiples of [`Budget::stall`].
+/// Longest expected time that a request which has just arrived waits for the prompts of others, in multiples of
+/// [`Budget::stall`].
 pub const TURN: u32 = 2;
 
-/// Least cost of the rows of such a pass, in multiples of what prefill of any length takes: shorter passes would slow
+/// Least cost of the rows of a pass that nobody waits for, in multiples of what prefill of any length takes: shorter passes would slow
 /// prefill by more than an eighth.
 const TURN_ROWS: f32 = 8.0;
 
@@ -149,11 +150,11 @@ impl PassCosts {
         self.row += of_rows / rows as f32;
     }
 
-    /// Number of rows of prompt with which a pass takes `time`, or more if their cost would be less than
+    /// Number of rows of prompt with which a pass takes `seconds`, or more if their cost would be less than
     /// `least` times the fixed cost of prefill: fewer rows would stop the streams more often. `None`
     /// before the first pass.
-    fn rows_within(&self, time: Duration, least: f32) -> Option<usize> {
-        let left = time.as_secs_f32() - self.decode - self.prefill;
+    fn rows_within(&self, seconds: f32, least: f32) -> Option<usize> {
+        let left = seconds - self.decode - self.prefill;
         (self.row > 0.0).then(|| (left.max(least * self.prefill) / self.row) as usize)
     }
 }
@@ -180,9 +181,10 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     let least = LEAST_ROWS.min(budget.chunk);
     // Whole chunks of the gated delta rule: a part of one costs as much.
     let chunks = |rows: usize| (rows - rows % LEAST_ROWS).clamp(least, budget.chunk);
-    let within_stall = chunks(costs.rows_within(budget.stall, 1.0).unwrap_or(LEAST_ROWS));
-    let within_turn =
-        costs.rows_within(TURN * budget.stall, TURN_ROWS).map_or(budget.chunk, chunks);
+    let stall = budget.stall.as_secs_f32();
+    let within_stall = chunks(costs.rows_within(stall, 1.0).unwrap_or(LEAST_ROWS));
+    let alone = TURN as f32 * stall - costs.row * least as f32;
+    let within_turn = costs.rows_within(alone, TURN_ROWS).map_or(budget.chunk, chunks);
     let ends_soon = |&i: &usize| sequences[i].rows <= within_stall / profiles.len();
     let has_short = profiles.len() > 1 && order.iter().any(ends_soon);
     let is_awaited = budget.is_awaited
@@ -271,9 +273,9 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_that_nobody_waits_for_is_expected_to_end_within_a_turn() {
+    fn a_pass_that_nobody_waits_for_and_the_rows_beside_the_next_prompt_take_a_turn() {
         let planned = |costs, budget| prefill_rows(&pending(&[9000]), &costs, budget)[0];
-        assert_eq!(planned(costs(0.01, 0.000_7), BUDGET), 256);
+        assert_eq!(planned(costs(0.01, 0.000_7), BUDGET), 192);
         assert_eq!(planned(costs(0.01, 0.000_1), BUDGET), 512);
         assert_eq!(planned(costs(0.01, 0.01), BUDGET), 64);
         // Short passes would take longer than their rows.
@@ -305,7 +307,7 @@ mod tests {
             sequences[30] = Pending { rows, profile, ..Pending::default() };
             assert_eq!(
                 prefill_rows(&sequences, &costs(0.01, 0.0004), BUDGET).iter().sum::<usize>(),
-                448
+                384
             );
         }
         let one = Candidate { computed: 9000, preempted: 3, of_profile: 2 };
@@ -340,7 +342,7 @@ mod tests {
         assert_eq!(prefill_rows(&owing(&[0, 9000, 100]), &cheap, BUDGET), [0, 0, 100]);
         assert_eq!(prefill_rows(&owing(&[0, 9000]), &cheap, BUDGET), [0, 0]);
         // Without a stream there is nobody to wait for.
-        assert_eq!(prefill_rows(&owing(&[9000]), &cheap, BUDGET), [448]);
+        assert_eq!(prefill_rows(&owing(&[9000]), &cheap, BUDGET), [384]);
         // A policy may take long to answer.
         let mut policy_is_called = owing(&[0, 9000]);
         (policy_is_called[0].decodes, policy_is_called[0].may_wait) = (false, true);
