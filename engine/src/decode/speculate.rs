@@ -191,8 +191,8 @@ impl Speculation {
     }
 
     /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
-    /// committed first, and always where passes run at once. `prefills`: whether rows of prompt run in this step. Returns
-    /// `None` for a step without drafts.
+    /// committed first, and always where passes run at once. `prefills` returns true if rows of prompt run in this step
+    /// as it is planned before that. Returns `None` for a step without drafts.
     pub fn propose(
         &mut self,
         network: &mut Network,
@@ -200,7 +200,7 @@ impl Speculation {
         prefixes: &mut Prefixes,
         costs: Option<&Costs>,
         running: &mut [Sequence],
-        prefills: bool,
+        prefills: impl FnOnce(&[Sequence]) -> bool,
     ) -> Option<DraftedStep> {
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         if streams == 0 {
@@ -209,7 +209,7 @@ impl Speculation {
         let costs = costs.copied().unwrap_or_else(Costs::unknown);
         let gained = gained_tokens(running);
         let mut permit = self.trial_time.permit(costs.plain(streams));
-        if permit == Permit::Trials && prefills {
+        if permit == Permit::Trials && prefills(running) {
             // What a trial costs beside rows of a prompt is not known.
             permit = Permit::Paying;
         }

@@ -75,14 +75,14 @@ impl Decoder {
             running[0].timeline_mut().begin_alone();
         }
         let start = Instant::now();
-        let prefills = self.plan_prefill(running).iter().any(|&rows| rows > 0);
+        let plan = |running: &[Sequence]| self.schedule.plan_prefill(running, self.costs.passes());
         let drafted = self.speculation.propose(
             &mut self.network,
             &self.masks,
             self.saved.prefixes_mut(),
             self.costs.drafts(),
             running,
-            prefills,
+            |running| plan(running).iter().any(|&rows| rows > 0),
         );
         let is_over = |sequence: &Sequence| sequence.has_ended() && !sequence.is_away();
         let has_prompts = running.iter().any(|sequence| sequence.prompt_rows() > 0);
@@ -92,7 +92,7 @@ impl Decoder {
         }
         let proposed = start.elapsed();
         // What is committed before a draft may end a stream.
-        let planned = self.plan_prefill(running);
+        let planned = plan(running);
         let prefilled = running.iter().zip(&planned).filter(|&(_, &rows)| rows > 0);
         let prompts: Vec<(String, usize)> =
             prefilled.map(|(s, &rows)| (s.request().profile.clone(), rows)).collect();
@@ -155,11 +155,6 @@ impl Decoder {
             );
         }
         Ok(())
-    }
-
-    /// The rows of prompt that each of `running` runs in this step.
-    fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
-        self.schedule.plan_prefill(running, self.costs.passes())
     }
 
     /// Commits the tokens of one sequence that are known after a pass.
