@@ -4,17 +4,18 @@
 #define RECORDED(x)
 
 template <class T, int HK, int HV, int D> __global__ void __launch_bounds__(512)
-cuda_kernel(const T* qkv, const float* a_log, const T* dt_bias, const T* norm, const T* tap0, const T* tap1, const T* tap2,
-            const T* tap3, const float* state, const T* tail, T* out, float* next_state, T* next_tail, int rows) {
+    cuda_kernel(const T* qkv, const float* a_log, const T* dt_bias, const T* norm, const T* tap0,
+                const T* tap1, const T* tap2, const T* tap3, const float* state, const T* tail,
+                T* out, float* next_state, T* next_tail, int rows) {
   constexpr int DK = D, DV = D, EPS = EPSILON, JOINED = 1, CLUSTER = 1;
   const T *z = qkv, *b = qkv, *a = qkv;
 #include "../../src/kernels/cuda/gated_delta.cu"
 }
 
 template <class T, int HK, int HV, int D> __global__ void __launch_bounds__(32 * D / 8)
-metal_kernel(const T* x_qkv, const int* numbers, const float* a_log, const T* dt_bias, const T* norm, const T* tap0,
-             const T* tap1, const T* tap2, const T* tap3, const float* state0, const T* tail0, T* out, float* next_state,
-             T* next_tail) {
+    metal_kernel(const T* x_qkv, const int* numbers, const float* a_log, const T* dt_bias,
+                 const T* norm, const T* tap0, const T* tap1, const T* tap2, const T* tap3,
+                 const float* state0, const T* tail0, T* out, float* next_state, T* next_tail) {
   constexpr int DK = D, DV = D, EPS = EPSILON, JOINED = 1;
   const T *x_z = x_qkv, *x_b = x_qkv, *x_a = x_qkv;
 #define STATE(i) state0
@@ -32,8 +33,10 @@ template <class T, int HK, int HV, int D> struct Case {
   Case(int rows, int batch) : rows(rows), batch(batch) {
     x = array<T>(size_t(batch) * rows * ALL), dt_bias = array<T>(HV), norm = array<T>(D);
     for (T*& tap : taps) tap = array<T>(C);
-    tail = array<T>(size_t(batch) * 3 * C), state = array<float>(size_t(batch) * HV * D * D), a_log = array<float>(HV);
-    out = array<T>(size_t(batch) * rows * HV * D, false), next_tail = array<T>(size_t(batch) * 3 * C, false);
+    tail = array<T>(size_t(batch) * 3 * C), state = array<float>(size_t(batch) * HV * D * D),
+    a_log = array<float>(HV);
+    out = array<T>(size_t(batch) * rows * HV * D, false),
+    next_tail = array<T>(size_t(batch) * 3 * C, false);
     next_state = array<float>(size_t(batch) * HV * D * D, false);
     std::vector<int> places{rows};
     for (int s = 0; s < batch; s++) places.insert(places.end(), {0, s, 0, s});
@@ -43,10 +46,12 @@ template <class T, int HK, int HV, int D> struct Case {
   void launch(bool metal) {
     if (metal) {
       metal_kernel<T, HK, HV, D><<<dim3(1, HV, batch), 32 * D / 8>>>(
-          x, numbers, a_log, dt_bias, norm, taps[0], taps[1], taps[2], taps[3], state, tail, out, next_state, next_tail);
+          x, numbers, a_log, dt_bias, norm, taps[0], taps[1], taps[2], taps[3], state, tail, out,
+          next_state, next_tail);
     } else {
-      cuda_kernel<T, HK, HV, D><<<dim3(HV, batch), 512>>>(
-          x, a_log, dt_bias, norm, taps[0], taps[1], taps[2], taps[3], state, tail, out, next_state, next_tail, rows);
+      cuda_kernel<T, HK, HV, D><<<dim3(HV, batch), 512>>>(x, a_log, dt_bias, norm, taps[0], taps[1],
+                                                          taps[2], taps[3], state, tail, out,
+                                                          next_state, next_tail, rows);
     }
   }
 
@@ -55,7 +60,8 @@ template <class T, int HK, int HV, int D> struct Case {
     auto sigmoid = [](double x) { return 1 / (1 + exp(-x)); };
     for (int s = 0; s < batch; s++) {
       auto input = [&](int t, int c) {
-        return t >= 0 ? wide(x[size_t(s * rows + t) * ALL + c]) : wide(tail[size_t(s * 3 + 3 + t) * C + c]);
+        return t >= 0 ? wide(x[size_t(s * rows + t) * ALL + c])
+                      : wide(tail[size_t(s * 3 + 3 + t) * C + c]);
       };
       auto convolved = [&](int t, int c) {
         double sum = 0;
@@ -63,10 +69,12 @@ template <class T, int HK, int HV, int D> struct Case {
         return sum * sigmoid(sum);
       };
       for (int row = 0; row < 3; row++) {
-        for (int c = 0; c < C; c++) worst[2].note(wide(next_tail[size_t(s * 3 + row) * C + c]), input(rows - 3 + row, c));
+        for (int c = 0; c < C; c++)
+          worst[2].note(wide(next_tail[size_t(s * 3 + row) * C + c]), input(rows - 3 + row, c));
       }
       for (int h = 0; h < HV; h++) {
-        std::vector<double> S(state + size_t(s * HV + h) * D * D, state + size_t(s * HV + h + 1) * D * D);
+        std::vector<double> S(state + size_t(s * HV + h) * D * D,
+                              state + size_t(s * HV + h + 1) * D * D);
         for (int t = 0; t < rows; t++) {
           double q[D], k[D], y[D], qq = 1e-6, kk = 1e-6, yy = 0;
           const int key_head = h / (HV / HK);
@@ -77,21 +85,25 @@ template <class T, int HK, int HV, int D> struct Case {
           for (int i = 0; i < D; i++) q[i] /= sqrt(qq * D), k[i] /= sqrt(kk);
           auto gate = [&](int at) { return double(wide(x[size_t(s * rows + t) * ALL + at])); };
           const double duration = log1p(exp(gate(C + HV * D + HV + h) + wide(dt_bias[h])));
-          const double decay = exp(-exp(a_log[h]) * duration), strength = sigmoid(gate(C + HV * D + h));
+          const double decay = exp(-exp(a_log[h]) * duration),
+                       strength = sigmoid(gate(C + HV * D + h));
           for (int r = 0; r < D; r++) {
             double seen = 0;
             for (int i = 0; i < D; i++) seen += S[r * D + i] * k[i];
             const double d = strength * (convolved(t, 2 * HK * D + h * D + r) - decay * seen);
             y[r] = 0;
-            for (int i = 0; i < D; i++) S[r * D + i] = decay * S[r * D + i] + d * k[i], y[r] += S[r * D + i] * q[i];
+            for (int i = 0; i < D; i++)
+              S[r * D + i] = decay * S[r * D + i] + d * k[i], y[r] += S[r * D + i] * q[i];
             yy += y[r] * y[r];
           }
           for (int r = 0; r < D; r++) {
-            const double z = gate(C + h * D + r), right = y[r] / sqrt(yy / D + 1e-6) * wide(norm[r]) * z * sigmoid(z);
+            const double z = gate(C + h * D + r),
+                         right = y[r] / sqrt(yy / D + 1e-6) * wide(norm[r]) * z * sigmoid(z);
             worst[0].note(wide(out[size_t(s * rows + t) * HV * D + h * D + r]), right);
           }
         }
-        for (int i = 0; i < D * D; i++) worst[1].note(next_state[size_t(s * HV + h) * D * D + i], S[i]);
+        for (int i = 0; i < D * D; i++)
+          worst[1].note(next_state[size_t(s * HV + h) * D * D + i], S[i]);
       }
     }
   }
@@ -109,7 +121,8 @@ template <class T> void check_all(const char* name, double bound) {
       const char* const parts[] = {"output", "state", "tail"};
       const double bounds[] = {bound, 1e-5, 1e-30};
       for (int i = 0; i < 3; i++) {
-        snprintf(title, sizeof title, "gated_delta, %s, %s, %2d rows, %s", metal ? "Metal's text" : "CUDA's text", name, rows, parts[i]);
+        snprintf(title, sizeof title, "gated_delta, %s, %s, %2d rows, %s",
+                 metal ? "Metal's text" : "CUDA's text", name, rows, parts[i]);
         check(title, worst[i].relative(), bounds[i]);
       }
     }
@@ -127,9 +140,12 @@ int main() {
   for (int batch : {1, 8}) {
     for (int rows : {1, 4, 64}) {
       Case<bf16, 16, 32, 128> c(rows, batch);
-      const double metal = microseconds([&](int) { c.launch(true); }), own = microseconds([&](int) { c.launch(false); });
-      printf("gated_delta, 16 + 32 heads of 128, bf16, %d sequences, %2d rows: Metal's text %.1f us, CUDA's %.1f us: %.0f %%\n",
-             batch, rows, metal, own, 100 * own / metal);
+      const double metal = microseconds([&](int) { c.launch(true); }),
+                   own = microseconds([&](int) { c.launch(false); });
+      printf(
+          "gated_delta, 16 + 32 heads of 128, bf16, %d sequences, %2d rows: Metal's text %.1f us, "
+          "CUDA's %.1f us: %.0f %%\n",
+          batch, rows, metal, own, 100 * own / metal);
     }
   }
 #endif

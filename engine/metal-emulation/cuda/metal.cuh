@@ -1,4 +1,4 @@
-// Metal's names in CUDA, a simdgroup as a warp, and what the programs of this folder share. Include it after CUDA's texts.
+// Metal's names in CUDA, a simdgroup as a warp, and what the programs of this folder share.
 #pragma once
 
 #include <cmath>
@@ -22,8 +22,12 @@ template <class T> __device__ inline T simd_max(T x) {
   }
   return x;
 }
-template <class T> __device__ inline T simd_shuffle(T x, int lane) { return __shfl_sync(~0u, x, lane); }
-template <class T> __device__ inline T simd_shuffle_xor(T x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+template <class T> __device__ inline T simd_shuffle(T x, int lane) {
+  return __shfl_sync(~0u, x, lane);
+}
+template <class T> __device__ inline T simd_shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(~0u, x, mask);
+}
 template <class To, class From> __device__ inline To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "types of one size");
   To to;
@@ -44,7 +48,8 @@ constexpr int EPSILON = 0x358637bd, ONE = 0x3f800000; // the bits of 1e-6 and of
 #define threadgroup_position_in_grid blockIdx
 #define thread_position_in_threadgroup threadIdx
 #define thread_position_in_grid \
-  make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z)
+  make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, \
+             blockIdx.z * blockDim.z + threadIdx.z)
 #define threads_per_threadgroup blockDim
 #define thread_index_in_threadgroup threadIdx.x
 #define thread_index_in_simdgroup (threadIdx.x % 32)

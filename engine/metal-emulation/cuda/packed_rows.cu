@@ -1,21 +1,25 @@
-// Products of a few rows with a packed matrix: against f64, beside runs of one row, and beside our CUDA kernel.
+// Products of a few rows with a packed matrix: against f64, beside runs of one row, and beside our
+// CUDA kernel.
 #include "metal.cuh"
 
-template <class T, int N, int K, int ROWS, int GROUP> __global__ void metal_kernel(
-    const T* x, const unsigned* words, const T* scales, const T* biases, T* y) {
+template <class T, int N, int K, int ROWS, int GROUP>
+__global__ void metal_kernel(const T* x, const unsigned* words, const T* scales, const T* biases,
+                             T* y) {
 #include BODY
 }
 
 // As `Tiled::block_with` of tiled.rs divides a matrix for fewer than 9 rows.
 template <int N, int K, int WARPS_> struct Tiles {
-  static constexpr int SLABS = (K + 255) / 256, COUNT = (N + 15) / 16, EACH = WARPS_ / 4, GROUPS = (COUNT + EACH - 1) / EACH;
+  static constexpr int SLABS = (K + 255) / 256, COUNT = (N + 15) / 16, EACH = WARPS_ / 4,
+                       GROUPS = (COUNT + EACH - 1) / EACH;
   static constexpr int TURNS = (GROUPS + 131) / 132, BLOCKS = (GROUPS + TURNS - 1) / TURNS;
   static constexpr int FLOATS = SLABS * 32 + (TURNS < 2 ? TURNS : 2) * 32 * (EACH * 16 + 4) + 8;
   static constexpr int SHARED_BYTES = 8 * SLABS * 512 + FLOATS * 4, WORDS = 576;
 };
 
 template <int N_, int K, int WARPS> __global__ void __launch_bounds__(32 * WARPS)
-cuda_kernel(const bf16* x, const unsigned* w, const bf16* norm, const bf16* residual, bf16* out, int outputs, int all_rows) {
+    cuda_kernel(const bf16* x, const unsigned* w, const bf16* norm, const bf16* residual, bf16* out,
+                int outputs, int all_rows) {
   using T = bf16;
   constexpr int FORM = 0, EPS = EPSILON, ADD = 0, GATED = 0, CLUSTER = 1, SETS = 1, ALONE = 0;
 #include "../../src/kernels/cuda/tiled.cu"
@@ -29,7 +33,8 @@ template <class T, int N, int K, int GROUP> struct Case {
   unsigned* words;
 
   Case(int matrices) : matrices(matrices) {
-    x = array<T>(8 * K), words = array<unsigned>(matrices * WORDS), y = array<T>(size_t(8) * N, false);
+    x = array<T>(8 * K), words = array<unsigned>(matrices * WORDS),
+    y = array<T>(size_t(8) * N, false);
     scales = array<T>(matrices * SCALES), biases = array<T>(matrices * SCALES);
   }
 
@@ -61,7 +66,8 @@ template <class T, int N, int K, int GROUP> struct Case {
     launch<ROWS>(0);
     finish();
     char title[100];
-    snprintf(title, sizeof title, "packed_rows, %s, %d x %d in groups of %d, %d rows", name, N, K, GROUP, ROWS);
+    snprintf(title, sizeof title, "packed_rows, %s, %d x %d in groups of %d, %d rows", name, N, K,
+             GROUP, ROWS);
     check(title, compare(ROWS).relative(), bound);
   }
 };
@@ -82,13 +88,15 @@ template <int N, int K, int WARPS> unsigned* tiles_of(const Case<bf16, N, K, 64>
   for (int i = 0; i < c.matrices; i++) {
     for (size_t at = 0; at < size_t(N) * (K / 8); at++) {
       const int row = int(at / (K / 8)), word = int(at % (K / 8)), half = row % 16 / 8, g = row % 8;
-      unsigned* const to = tiles + i * MATRIX + (size_t(row / 16) * Order::SLABS + word / 32) * Order::WORDS;
+      unsigned* const to =
+          tiles + i * MATRIX + (size_t(row / 16) * Order::SLABS + word / 32) * Order::WORDS;
       const int group = word % 32 / 8, t = word % 8 / 2;
       to[((group * 8 + g) * 4 + t) * 4 + half * 2 + word % 2] = c.words[i * c.WORDS + at];
       if (word % 8 > 0) continue;
       bf16* const factors = reinterpret_cast<bf16*>(to + 512);
       const size_t from = i * c.SCALES + size_t(row) * (K / 64) + word / 8;
-      factors[(g * 2 + half) * 4 + group] = c.scales[from], factors[64 + (g * 2 + half) * 4 + group] = c.biases[from];
+      factors[(g * 2 + half) * 4 + group] = c.scales[from],
+                                   factors[64 + (g * 2 + half) * 4 + group] = c.biases[from];
     }
   }
   return tiles;
@@ -99,7 +107,8 @@ template <int N, int K, int WARPS> void compare_times() {
   constexpr size_t MATRIX = size_t(Order::COUNT) * Order::SLABS * Order::WORDS;
   Case<bf16, N, K, 64> c(int(256e6 / (double(N) * K / 2)) + 1);
   const unsigned* const tiles = tiles_of<N, K, WARPS>(c);
-  cudaFuncSetAttribute(cuda_kernel<N, K, WARPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Order::SHARED_BYTES);
+  cudaFuncSetAttribute(cuda_kernel<N, K, WARPS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       Order::SHARED_BYTES);
   auto own = [&](int i) {
     cuda_kernel<N, K, WARPS><<<Order::BLOCKS, 32 * WARPS, Order::SHARED_BYTES>>>(
         c.x, tiles + i % c.matrices * MATRIX, nullptr, nullptr, c.y, N, 4);
@@ -114,8 +123,10 @@ template <int N, int K, int WARPS> void compare_times() {
     for (int row = 0; row < 4; row++) c.template launch<1>(i);
   });
   const double cuda = microseconds(own);
-  printf("packed_rows, %d x %d, bf16, 4 rows: Metal's text %.1f us, 4 times with one row %.1f us, CUDA's %.1f us: %.0f %%\n", N,
-         K, four, alone, cuda, 100 * cuda / four);
+  printf(
+      "packed_rows, %d x %d, bf16, 4 rows: Metal's text %.1f us, 4 times with one row %.1f us, "
+      "CUDA's %.1f us: %.0f %%\n",
+      N, K, four, alone, cuda, 100 * cuda / four);
 }
 
 int main() {
