@@ -34,12 +34,16 @@ template <class To, class From> __device__ inline To as_type(From from) {
   memcpy(&to, &from, sizeof to);
   return to;
 }
+using uchar = unsigned char;
 using bfloat = bf16;
 using half = f16;
 
 // Constants of texts are the bits of a float.
 constexpr int EPSILON = 0x358637bd, ONE = 0x3f800000; // the bits of 1e-6 and of 1
 
+// CUDA's own definition has the word `device` in it, which is empty from here on.
+#undef __device__
+#define __device__ __attribute__((__device__))
 #define device
 #define constant
 #define threadgroup

@@ -2,9 +2,17 @@
 // CUDA kernel.
 #include "metal.cuh"
 
+// Functions that the text uses.
+#if __has_include("../../src/kernels/metal/affine.metal")
+#define inline __device__ inline
+#include "../../src/kernels/metal/affine.metal"
+#undef inline
+#endif
+
 template <class T, int N, int K, int ROWS, int GROUP>
 __global__ void metal_kernel(const T* x, const unsigned* words, const T* scales, const T* biases,
                              T* y) {
+  constexpr int BITS = 4;
 #include BODY
 }
 

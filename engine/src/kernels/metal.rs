@@ -17,7 +17,7 @@ mod rewind;
 
 pub use emulated::is_emulated;
 #[cfg(test)]
-pub use emulated::{emulate, take_fault};
+pub use emulated::{emulate, launches, take_fault};
 pub use gated_delta::gated_delta;
 pub use heads::rotated_heads;
 pub use packed_rows::packed_rows;

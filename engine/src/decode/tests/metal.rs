@@ -4,55 +4,126 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
+use std::time::Instant;
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, fast};
 
-use super::scripted::{ask, family};
+use super::scripted::{ask, families, family};
 use super::{Decoder, load};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::config::{Compile, Config, DraftKind, Kernels};
 use crate::draft::probe_tokens;
-use crate::kernels::metal::{emulate, is_enabled};
-use crate::measure::verify::{DecodePath, verify};
+use crate::kernels::metal::{emulate, is_enabled, launches, take_fault};
+use crate::measure::verify::{DecodePath, paths, verify};
 use crate::model::Pass;
 use crate::nn::token_ids;
+use crate::request::Request;
 
-/// Chunks, restored state, rejected and accepted drafts, batches and preemption: each reply is the plain one, which is that of
-/// MLX's operations.
+/// The kernels, and families for which each must run; it may run for others.
+const KERNELS: [(&str, &[&str]); 4] = [
+    (
+        "gated_delta",
+        &[
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "qwen3_next_4bit",
+        ],
+    ),
+    (
+        "heads",
+        &[
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "glm4_moe",
+            "nemotron_h",
+            "qwen3",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_moe",
+            "qwen3_next",
+        ],
+    ),
+    ("packed_rows", &["gemma4_moe_4bit", "qwen3_next_4bit"]),
+    (
+        "rewind",
+        &[
+            "falcon_h1",
+            "granitemoehybrid",
+            "mamba2",
+            "nemotron_h",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_next",
+            "qwen3_next_4bit",
+        ],
+    ),
+];
+
+/// Every family of the fixtures, on every path of `verify` and preempted as well: each reply is the plain one, which is that
+/// of MLX's operations.
 #[test]
-fn replies_through_metal_kernels_are_equal_on_every_path() {
-    let paths = [
-        DecodePath::Plain,
-        DecodePath::Chunked(7),
-        DecodePath::Resumed,
-        DecodePath::Rewound,
-        DecodePath::Drafted(DraftKind::Ngram),
-        DecodePath::Batched(5, None),
-        DecodePath::Batched(4, Some(DraftKind::Ngram)),
-        DecodePath::Preempted(Some(DraftKind::Ngram)),
-    ];
-    for name in ["qwen3_next_4bit", "qwen3_5_moe"] {
-        let config = |kernels| {
-            let mut config = Config::default();
-            config.engine.prefill_chunk = 16;
-            config.model.kernels = kernels;
-            config.model.compile = Compile::Off;
-            config
-        };
-        let request = || ask("Where does the fox live?", false, 8);
-        let mut plain = family(name, config(Kernels::Mlx), false);
-        assert!(!is_enabled());
-        let expected = verify(&mut plain, &[request()], &[DecodePath::Plain], 8, |_| ()).unwrap();
-        emulate(steersman_metal_emulation::compile);
+fn replies_of_every_family_through_metal_kernels_are_equal_on_every_path() {
+    const TOKENS: usize = 8;
+    let config = |kernels| {
+        let mut config = Config::default();
+        config.engine.prefill_chunk = 16;
+        config.model.kernels = kernels;
+        config.model.compile = Compile::Off;
+        config
+    };
+    // Bytes of the smallest vocabulary, and something to draft.
+    let request = || Request {
+        ignores_end: true,
+        ..ask("The cat sat on the mat. The cat", false, TOKENS as u32)
+    };
+    let families = families();
+    let plain: Vec<Vec<u32>> = families
+        .iter()
+        .map(|name| {
+            let mut decoder = family(name, config(Kernels::Mlx), false);
+            assert!(!is_enabled());
+            let outcomes = verify(&mut decoder, &[request()], &[DecodePath::Plain], TOKENS, |_| ());
+            outcomes.unwrap().swap_remove(0).replies.swap_remove(0)
+        })
+        .collect();
+    // From here on, kernels of this test's thread are emulated.
+    emulate(steersman_metal_emulation::compile);
+    for (name, plain) in families.iter().zip(&plain) {
+        assert_eq!(plain.len(), TOKENS, "{name}");
+        let start = Instant::now();
+        let before = KERNELS.map(|(kernel, _)| launches(kernel));
         let mut decoder = family(name, config(Kernels::Auto), false);
         assert!(is_enabled());
-        for outcome in verify(&mut decoder, &[request()], &paths, 8, |_| ()).unwrap() {
+        let mut paths = paths(&decoder).unwrap();
+        paths.extend([None, Some(DraftKind::Ngram)].map(DecodePath::Preempted));
+        for outcome in verify(&mut decoder, &[request()], &paths, TOKENS, |_| ()).unwrap() {
             assert!(outcome.holds(), "{name}: {outcome:?}");
-            if outcome.path == DecodePath::Plain {
-                assert_eq!(outcome.replies, expected[0].replies, "{name}");
+            assert_eq!(&outcome.replies[0], plain, "{name}: {outcome:?}");
+            let was_taken = match outcome.path {
+                DecodePath::Resumed => outcome.cached > 0,
+                DecodePath::Rewound => outcome.drafted[0] > outcome.drafted[1],
+                _ => true,
+            };
+            assert!(was_taken, "{name}: {outcome:?}");
+        }
+        let mut ran = String::new();
+        for ((kernel, families), before) in KERNELS.into_iter().zip(before) {
+            let count = launches(kernel) - before;
+            assert!(count > 0 || !families.contains(&&**name), "{name}: {kernel} is not used");
+            assert_eq!(take_fault(kernel), None, "{name}: {kernel}");
+            if count > 0 {
+                ran += &format!(", {count} launches of {kernel}");
             }
         }
+        eprintln!("{name}: {:.1} s{ran}", start.elapsed().as_secs_f32());
+    }
+    for family in KERNELS.iter().flat_map(|(_, families)| *families) {
+        assert!(families.iter().any(|name| name == family), "{family}");
     }
 }
 

@@ -139,9 +139,8 @@ impl Kernel {
     fn key(&self, launch: &Launch<'_>) -> Key {
         let mut numbers = vec![launch.dtype as i32, i32::from(emulated::is_emulated())];
         numbers.extend(launch.constants.iter().map(|&(_, value)| value));
-        // MLX passes inputs of fewer than 8 elements in another address space.
         let input =
-            |(_, array): &(&str, &Array)| [array.dtype() as i32, i32::from(array.size() < 8)];
+            |(_, array): &(&str, &Array)| [array.dtype() as i32, i32::from(is_constant(array))];
         numbers.extend(launch.inputs.iter().flat_map(input));
         numbers.extend(launch.outputs.iter().map(|&(_, _, dtype)| dtype as i32));
         Key { kernel: self.name, header: launch.header.clone(), numbers }
@@ -169,12 +168,23 @@ impl Kernel {
 
     fn emulated(&self, launch: &Launch<'_>) -> Result<i32> {
         let body = self.body(launch, emulated_type);
-        let inputs =
-            launch.inputs.iter().map(|&(name, array)| [emulated_type(array.dtype()), name]);
+        let kinds = launch.inputs.iter().map(|(name, array)| {
+            // MLX passes it as a reference.
+            debug_assert!(array.ndim() > 0, "{}: {name} has no dimensions", self.name);
+            let space = if is_constant(array) { "constant " } else { "" };
+            format!("{space}{}", emulated_type(array.dtype()))
+        });
+        let kinds: Vec<String> = kinds.collect();
+        let inputs: Vec<[&str; 2]> =
+            kinds.iter().zip(launch.inputs).map(|(kind, &(name, _))| [&**kind, name]).collect();
         let outputs = launch.outputs.iter().map(|&(name, _, dtype)| [emulated_type(dtype), name]);
-        let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.collect(), outputs.collect());
-        emulated::compile(self.name, &launch.header, &body, &inputs, &outputs)
+        emulated::compile(self.name, &launch.header, &body, &inputs, &outputs.collect::<Vec<_>>())
     }
+}
+
+/// Whether MLX passes an input in the address space `constant` instead of `device`.
+fn is_constant(input: &Array) -> bool {
+    input.size() < 8
 }
 
 /// The type of an element in a kernel's text, as MLX names it.
