@@ -115,7 +115,8 @@ inline bool all_hold = true;
 
 // Waits for the launches before, and fails if one of them did.
 inline void finish() {
-  const cudaError_t status = cudaDeviceSynchronize();
+  cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) status = cudaDeviceSynchronize();
   if (status != cudaSuccess) {
     fprintf(stderr, "a launch failed: %s\n", cudaGetErrorString(status));
     exit(3);
@@ -133,7 +134,8 @@ template <class Launch> double microseconds(Launch launch) {
   constexpr int COUNT = 200;
   cudaEvent_t start, end;
   cudaEventCreate(&start), cudaEventCreate(&end);
-  for (int i = 0; i < 20; i++) launch(i);
+  // All arrays of the timed launches come to the device.
+  for (int i = 0; i < COUNT; i++) launch(i);
   cudaEventRecord(start);
   for (int i = 0; i < COUNT; i++) launch(i);
   cudaEventRecord(end);
