@@ -150,7 +150,8 @@ fn call_compiler(text: &str, library: &PathBuf) -> Result<(), String> {
     let compiler = env::var_os("CXX").unwrap_or_else(|| OsString::from("c++"));
     let mut child = Command::new(&compiler)
         .args([
-            "-std=c++17",
+            // Metal's language before version 4 is C++14, which also compiles in two thirds of the time.
+            "-std=c++14",
             "-O1",
             "-fPIC",
             "-shared",

@@ -76,11 +76,8 @@ fn replies_of_every_family_through_metal_kernels_are_equal_on_every_path() {
         config.model.compile = Compile::Off;
         config
     };
-    // Bytes of the smallest vocabulary, and something to draft.
-    let request = || Request {
-        ignores_end: true,
-        ..ask("The cat sat on the mat. The cat", false, TOKENS as u32)
-    };
+    // Bytes of the smallest vocabulary, something to draft, and few: the emulation is slow.
+    let request = || Request { ignores_end: true, ..ask("a cat, a cat", false, TOKENS as u32) };
     let families = families();
     let plain: Vec<Vec<u32>> = families
         .iter()

@@ -40,7 +40,7 @@ pub const END: u32 = 255;
 /// The families that there are fixtures of.
 pub fn families() -> Vec<String> {
     let entries = std::fs::read_dir(fixtures()).unwrap().map(|entry| entry.unwrap());
-    // A Mac has files of its own in folders that were looked at.
+    // macOS adds files of its own to folders.
     let folders = entries.filter(|entry| entry.path().is_dir());
     let mut names: Vec<String> =
         folders.map(|folder| folder.file_name().into_string().unwrap()).collect();
