@@ -11,7 +11,7 @@ use crate::kernels::cuda::Tiled;
 use crate::kernels::{self, Mode, Quantization};
 use crate::nn::{
     Block, Dense, Experts, Gate, GatedDelta, GatedMlp, Heads, Joined, Linear, Mlp, Moe, Outputs,
-    OwnKernel, Packed, RmsNorm, Rope, Scores, attention, swiglu,
+    OwnKernel, Packed, RmsNorm, Rope, Scores, Shared, attention, swiglu,
 };
 
 /// Random numbers of a normal distribution.
@@ -217,34 +217,47 @@ pub fn run_rewind(dtype: Dtype) -> Result<Vec<Array>> {
     run_delta(dtype, true)
 }
 
-/// A sparse block whose router prefers the same experts for all rows by a wide margin: a near-tie would be another choice,
-/// and no fault.
+/// Sparse blocks without and with a shared expert. The router prefers the same experts for all rows by a wide margin: a
+/// near-tie would be another choice, and no fault.
 pub fn run_experts(dtype: Dtype) -> Result<Vec<Array>> {
     let [count, d, f] = [16, 256, 128];
-    let stack = |seed, outputs, inputs| -> Result<Linear> {
-        let weight = packed(seed, &[count, outputs, inputs], 4)?;
-        Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
+    let block = |sides: [Linear; 2], down_proj| -> Result<Block> {
+        Ok(GatedMlp { gate: Gate::Silu, gate_up: Joined::new(sides)?, down_proj }.into())
     };
-    let gate_up = Joined::new([stack(1, f, d)?, stack(2, f, d)?])?;
-    let experts =
-        Experts(Block::from(GatedMlp { gate: Gate::Silu, gate_up, down_proj: stack(3, d, f)? }));
-    // Expert `i` has the score `i` times the sum of a row.
-    let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
-    let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
-    let gate = concatenate(&vec![ranks; d as usize], 1)?;
-    let moe = Mlp::Sparse(Box::new(Moe {
-        gate: Linear::Dense { weight: gate.into(), bias: None },
-        experts,
-        top_k: 4,
-        norm_topk_prob: true,
-        scale: 1.0,
-        groups: None,
-        shared: None,
-    }));
     let norm = RmsNorm { weight: normal(4, &[d], dtype)?.abs()?, eps: 1e-6 };
     let mut results = Vec::new();
-    for rows in [1, 3, 8] {
-        results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+    for (bits, has_shared) in [(4, false), (4, true), (8, true)] {
+        let stack = |seed, outputs, inputs| -> Result<Linear> {
+            let weight = packed(seed, &[count, outputs, inputs], bits)?;
+            Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
+        };
+        let experts = Experts(block([stack(1, f, d)?, stack(2, f, d)?], stack(3, d, f)?)?);
+        // Expert `i` has the score `i` times the sum of a row.
+        let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
+        let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
+        let gate = concatenate(&vec![ranks; d as usize], 1)?;
+        let shared = || -> Result<Shared> {
+            let weight = Packed { own_kernel: None, ..packed(9, &[1, d], 8)? };
+            Ok(Shared {
+                expert: block(
+                    [linear(6, &[f, d], 4)?, linear(7, &[f, d], 4)?],
+                    linear(8, &[d, f], 4)?,
+                )?,
+                gate: Some(Linear::Quantized { weight, bias: None }),
+            })
+        };
+        let moe = Mlp::Sparse(Box::new(Moe {
+            gate: Linear::Dense { weight: gate.into(), bias: None },
+            experts,
+            top_k: 4,
+            norm_topk_prob: true,
+            scale: 1.0,
+            groups: None,
+            shared: has_shared.then(shared).transpose()?,
+        }));
+        for rows in [1, 3, 8] {
+            results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+        }
     }
     Ok(results)
 }

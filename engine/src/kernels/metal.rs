@@ -10,6 +10,7 @@
 
 mod affine;
 mod emulated;
+mod experts;
 mod gated_delta;
 mod heads;
 mod kernel;
@@ -18,7 +19,8 @@ mod rewind;
 
 pub use emulated::is_emulated;
 #[cfg(test)]
-pub use emulated::{emulate, take_fault};
+pub use emulated::{emulate, launches, take_fault};
+pub use experts::experts;
 pub use gated_delta::gated_delta;
 pub use heads::rotated_heads;
 pub use packed_rows::packed_rows;

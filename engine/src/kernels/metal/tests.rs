@@ -2,6 +2,7 @@
 //!
 //! On a machine with an NVIDIA GPU, `engine/metal-emulation/cuda/run.sh` runs the same texts there, a simdgroup as a warp.
 
+mod experts;
 mod products;
 
 use mlx_rs::ops::concatenate;
@@ -330,6 +331,7 @@ fn planted_faults_are_found_in_every_order() {
             let fault = fault.unwrap_or_else(|| panic!("{order:?}: {name} is not found"));
             assert!(fault.contains(expected), "{name}: {fault}");
         }
+        experts::expect_planted_faults(order);
     }
     set_order(Order::Ascending);
 }
