@@ -1,19 +1,6 @@
 // The Metal text of GatedDeltaNet as a CUDA kernel, and our CUDA kernel beside it. See run.sh.
 
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <vector>
-
-#include "../../src/kernels/cuda/common.cuh"
-
-enum class mem_flags { mem_none, mem_device, mem_threadgroup };
-__device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
-__device__ inline float simd_sum(float x) {
-  for (int apart = 1; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
-  return x;
-}
-template <class To> __device__ inline To as_type(int x) { return __int_as_float(x); }
+#include "metal.cuh"
 
 constexpr int EPSILON = 0x358637bd; // the bits of 1e-6
 #define RECORDED(x)
@@ -32,41 +19,9 @@ metal_kernel(const T* x_qkv, const int* numbers, const float* a_log, const T* dt
              T* next_tail) {
   constexpr int DK = D, DV = D, EPS = EPSILON, JOINED = 1;
   const T *x_z = x_qkv, *x_b = x_qkv, *x_a = x_qkv;
-#define device
-#define SHARED(T, name, n) __shared__ T name[n]
 #define STATE(i) state0
 #define TAIL(i) tail0
-#define threadgroup_position_in_grid blockIdx
-#define thread_position_in_threadgroup threadIdx
-#define thread_index_in_simdgroup (threadIdx.x % 32)
-#define simdgroup_index_in_threadgroup (threadIdx.x / 32)
 #include BODY
-#undef device
-}
-
-static unsigned seed = 1;
-static float random_float() {
-  seed = seed * 1664525 + 1013904223;
-  return (seed >> 8) / 8388608.f - 1;
-}
-static float wide(bf16 x) {
-  unsigned bits = unsigned(x.bits) << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
-}
-static float wide(float x) { return x; }
-static void set(float& to, float x) { to = x; }
-static void set(bf16& to, float x) {
-  unsigned bits;
-  memcpy(&bits, &x, 4);
-  to.bits = static_cast<unsigned short>(bits >> 16);
-}
-template <class T> static T* array(size_t count, bool filled = true) {
-  T* data;
-  cudaMallocManaged(&data, count * sizeof(T));
-  for (size_t i = 0; i < count && filled; i++) set(data[i], random_float());
-  return data;
 }
 
 template <class T, int HK, int HV, int D> struct Case {
@@ -143,19 +98,6 @@ template <class T, int HK, int HV, int D> struct Case {
     }
     worst[0] = off[0] / most[0], worst[1] = off[1] / most[1];
   }
-
-  double microseconds(bool metal) {
-    cudaEvent_t start, end;
-    cudaEventCreate(&start), cudaEventCreate(&end);
-    for (int i = 0; i < 20; i++) launch(metal);
-    cudaEventRecord(start);
-    for (int i = 0; i < 200; i++) launch(metal);
-    cudaEventRecord(end);
-    cudaEventSynchronize(end);
-    float milliseconds;
-    cudaEventElapsedTime(&milliseconds, start, end);
-    return milliseconds * 1000 / 200;
-  }
 };
 
 template <class T> static bool check(const char* name, double bound) {
@@ -187,7 +129,8 @@ int main(int count, char**) {
   for (int batch : {1, 8}) {
     for (int rows : {1, 4, 64}) {
       Case<bf16, 16, 32, 128> c(rows, batch);
-      const double metal = c.microseconds(true), own = c.microseconds(false);
+      const double metal = microseconds([&](int) { c.launch(true); });
+      const double own = microseconds([&](int) { c.launch(false); });
       printf("16 + 32 heads of 128, bf16, %d sequences, %2d rows: Metal's text %.1f us, CUDA's %.1f us: %.0f %%\n", batch, rows,
              metal, own, 100 * own / metal);
     }
