@@ -212,6 +212,7 @@ mod tests {
     use super::*;
     use crate::cache::Span;
     use crate::config::Device;
+    use crate::kernels::metal::emulate;
 
     thread_local! {
         /// The kernel of this thread whose results are wrong, and how.
@@ -264,6 +265,20 @@ mod tests {
         let compared = outcomes.iter().filter(|(name, _)| !none.contains(&name.as_str()));
         for (name, outcome) in compared {
             assert_ne!(*outcome, Outcome::Equal(0.0), "{name} is not compared");
+        }
+    }
+
+    /// The same for the kernels of a Mac.
+    #[test]
+    fn kernels_for_metal_equal_their_references() {
+        emulate(steersman_metal_emulation::compile);
+        let outcomes = check_all(&config()).unwrap();
+        for (name, outcome) in &outcomes {
+            assert!(matches!(outcome, Outcome::Equal(_)), "{name}: {outcome:?}");
+        }
+        let there = ["products", "heads", "gated delta rule", "rewind", "experts"];
+        for name in there {
+            assert_ne!(outcomes[name], Outcome::Equal(0.0), "{name} is not compared");
         }
     }
 

@@ -2,17 +2,13 @@
 // CUDA kernel.
 #include "metal.cuh"
 
-// Functions that the text uses.
-#if __has_include("../../src/kernels/metal/affine.metal")
 #define inline __device__ inline
 #include "../../src/kernels/metal/affine.metal"
 #undef inline
-#endif
 
-template <class T, int N, int K, int ROWS, int GROUP>
+template <class T, int N, int K, int ROWS, int BITS, int GROUP>
 __global__ void metal_kernel(const T* x, const unsigned* words, const T* scales, const T* biases,
                              T* y) {
-  constexpr int BITS = 4;
 #include BODY
 }
 
@@ -34,8 +30,8 @@ template <int N_, int K, int WARPS> __global__ void __launch_bounds__(32 * WARPS
 }
 
 // Several matrices, so that a launch does not find its own in the cache.
-template <class T, int N, int K, int GROUP> struct Case {
-  static constexpr size_t WORDS = size_t(N) * K / 8, SCALES = size_t(N) * K / GROUP;
+template <class T, int N, int K, int BITS, int GROUP> struct Case {
+  static constexpr size_t WORDS = size_t(N) * K * BITS / 32, SCALES = size_t(N) * K / GROUP;
   int matrices;
   T *x, *scales, *biases, *y;
   unsigned* words;
@@ -48,7 +44,7 @@ template <class T, int N, int K, int GROUP> struct Case {
 
   template <int ROWS> void launch(int number) {
     const int i = number % matrices;
-    metal_kernel<T, N, K, ROWS, GROUP><<<dim3(1, (N + 7) / 8), 64>>>(
+    metal_kernel<T, N, K, ROWS, BITS, GROUP><<<dim3(1, (N + 7) / 8), 64>>>(
         x, words + i * WORDS, scales + i * SCALES, biases + i * SCALES, y);
   }
 
@@ -59,7 +55,10 @@ template <class T, int N, int K, int GROUP> struct Case {
       for (int n = 0; n < N; n++) {
         double sum = 0;
         for (int k = 0; k < K; k++) {
-          const unsigned q = words[size_t(n) * (K / 8) + k / 8] >> (4 * (k % 8)) & 15;
+          const size_t bit = (size_t(n) * K + k) * BITS;
+          unsigned long long two = words[bit / 32];
+          if (bit % 32 + BITS > 32) two |= (unsigned long long)(words[bit / 32 + 1]) << 32;
+          const unsigned q = unsigned(two >> bit % 32) & ((1u << BITS) - 1);
           const size_t group = size_t(n) * (K / GROUP) + k / GROUP;
           sum += (double(q) * wide(scales[group]) + wide(biases[group])) * wide(x[row * K + k]);
         }
@@ -74,21 +73,24 @@ template <class T, int N, int K, int GROUP> struct Case {
     launch<ROWS>(0);
     finish();
     char title[100];
-    snprintf(title, sizeof title, "packed_rows, %s, %d x %d in groups of %d, %d rows", name, N, K,
-             GROUP, ROWS);
+    snprintf(title, sizeof title, "packed_rows, %s, %d x %d, %d bits in groups of %d, %d rows", name,
+             N, K, BITS, GROUP, ROWS);
     check(title, compare(ROWS).relative(), bound);
   }
 };
 
-template <class T, int N, int K, int GROUP> void check_matrix(const char* name, double bound) {
-  Case<T, N, K, GROUP> c(1);
-  c.template check_rows<2>(name, bound);
-  c.template check_rows<5>(name, bound);
-  c.template check_rows<8>(name, bound);
+template <class T> void check_widths(const char* name, double bound) {
+  Case<T, 203, 640, 2, 64>(1).template check_rows<4>(name, bound);
+  Case<T, 203, 640, 3, 32>(1).template check_rows<5>(name, bound);
+  Case<T, 21, 640, 4, 128>(1).template check_rows<2>(name, bound);
+  Case<T, 8, 32, 4, 32>(1).template check_rows<8>(name, bound);
+  Case<T, 203, 640, 5, 64>(1).template check_rows<8>(name, bound);
+  Case<T, 203, 640, 6, 64>(1).template check_rows<3>(name, bound);
+  Case<T, 203, 640, 8, 32>(1).template check_rows<7>(name, bound);
 }
 
 // Words, scales and biases in tiles, as `Tiled::new` of tiled.rs orders them.
-template <int N, int K, int WARPS> unsigned* tiles_of(const Case<bf16, N, K, 64>& c) {
+template <int N, int K, int WARPS> unsigned* tiles_of(const Case<bf16, N, K, 4, 64>& c) {
   using Order = Tiles<N, K, WARPS>;
   static_assert(N % 16 == 0 && K % 256 == 0, "whole tiles");
   constexpr size_t MATRIX = size_t(Order::COUNT) * Order::SLABS * Order::WORDS;
@@ -113,7 +115,7 @@ template <int N, int K, int WARPS> unsigned* tiles_of(const Case<bf16, N, K, 64>
 template <int N, int K, int WARPS> void compare_times() {
   using Order = Tiles<N, K, WARPS>;
   constexpr size_t MATRIX = size_t(Order::COUNT) * Order::SLABS * Order::WORDS;
-  Case<bf16, N, K, 64> c(int(256e6 / (double(N) * K / 2)) + 1);
+  Case<bf16, N, K, 4, 64> c(int(256e6 / (double(N) * K / 2)) + 1);
   const unsigned* const tiles = tiles_of<N, K, WARPS>(c);
   cudaFuncSetAttribute(cuda_kernel<N, K, WARPS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                        Order::SHARED_BYTES);
@@ -137,18 +139,27 @@ template <int N, int K, int WARPS> void compare_times() {
       N, K, four, alone, cuda, 100 * cuda / four);
 }
 
+template <int BITS> void time_width() {
+  Case<bf16, 4096, 4096, BITS, 64> c(32);
+  const double one = microseconds([&](int i) { c.template launch<1>(i); });
+  const double four = microseconds([&](int i) { c.template launch<4>(i); });
+  const double eight = microseconds([&](int i) { c.template launch<8>(i); });
+  printf("packed_rows, 4096 x 4096, bf16, %d bits: 1 row %.1f us, 4 rows %.1f us, 8 rows %.1f us\n",
+         BITS, one, four, eight);
+}
+
 int main() {
 #ifdef RACES
-  Case<float, 21, 320, 64> c(1);
+  Case<float, 21, 320, 4, 64> c(1);
   c.launch<3>(0);
   finish();
 #else
-  check_matrix<float, 21, 320, 64>("f32", 1e-5);
-  check_matrix<float, 8, 32, 32>("f32", 1e-5);
-  check_matrix<bf16, 3, 256, 128>("bf16", 1e-2);
-  check_matrix<bf16, 4096, 4096, 64>("bf16", 1e-2);
+  check_widths<float>("f32", 1e-5);
+  check_widths<bf16>("bf16", 1e-2);
   compare_times<4096, 4096, 8>();
   compare_times<12288, 4096, 12>();
+  time_width<6>();
+  time_width<8>();
 #endif
   return all_hold ? 0 : 1;
 }

@@ -99,6 +99,27 @@ fn replay(state: &Element, writes: &WritesOf, rows: i32) -> Option<Result<Array>
     if KernelKind::Rewind.is_on() { cpu::replay(state, writes, rows) } else { None }
 }
 
+/// A product of rows: the scores of a router, or the outputs of a shared expert.
+pub type Rows<'a> = &'a dyn Fn(Input<'_>) -> Result<Array>;
+
+/// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
+/// `router` computes the scores of all experts [1, R, E], `shared` the shared expert without its gate, if there is one.
+pub fn experts(
+    moe: &ExpertsView<'_>,
+    x: &Array,
+    norm: NormView<'_>,
+    router: Rows<'_>,
+    shared: Option<Rows<'_>>,
+) -> Result<Option<Array>> {
+    if !KernelKind::Experts.is_on() {
+        return Ok(None);
+    }
+    match metal::experts(moe, x, norm, router, shared)? {
+        Some(y) => Ok(Some(y)),
+        None => cuda::experts(moe, x, norm, router, shared),
+    }
+}
+
 /// A span's rows, and where their keys and values go.
 #[derive(Debug, Clone, Copy)]
 pub struct Destination<'a> {

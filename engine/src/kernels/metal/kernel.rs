@@ -10,7 +10,7 @@ use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{mlx_array, mlx_dtype};
 use sha2::{Digest, Sha256};
 
-use super::{emulated, failed};
+use super::{affine, emulated, failed};
 use crate::error::Result;
 
 /// Text before each kernel on a Mac. An array in threadgroup memory is a class under the emulation.
@@ -32,7 +32,7 @@ pub struct Kernel {
 
 /// One use of a kernel.
 pub struct Launch<'a> {
-    /// Definitions before the kernel.
+    /// Definitions before the kernel. One of [`affine::HEADER`] stands for its text: a header is hashed in each launch.
     pub header: String,
     /// Names and arrays. Those that are not contiguous in row-major order are copied. With the outputs, at most
     /// [`BUFFERS`].
@@ -157,7 +157,7 @@ impl Kernel {
 
     fn on_device(&self, launch: &Launch<'_>, key: &Key) -> Result<Handle> {
         let body = self.body(launch, metal_type);
-        let header = format!("{HEADER}{}", launch.header);
+        let header = format!("{HEADER}{}", full(&launch.header));
         // MLX compiles a kernel again whenever another text has its name.
         let hash = Sha256::digest(format!("{header}{body}{:?}", key.numbers));
         let name = format!("steersman_{}_{}", self.name, hex::encode(&hash[..8]));
@@ -178,13 +178,19 @@ impl Kernel {
         let inputs: Vec<[&str; 2]> =
             kinds.iter().zip(launch.inputs).map(|(kind, &(name, _))| [&**kind, name]).collect();
         let outputs = launch.outputs.iter().map(|&(name, _, dtype)| [emulated_type(dtype), name]);
-        emulated::compile(self.name, &launch.header, &body, &inputs, &outputs.collect::<Vec<_>>())
+        let outputs: Vec<[&str; 2]> = outputs.collect();
+        emulated::compile(self.name, &full(&launch.header), &body, &inputs, &outputs)
     }
 }
 
 /// Whether MLX passes an input in the address space `constant` instead of `device`.
 fn is_constant(input: &Array) -> bool {
     input.size() < 8
+}
+
+/// The header with the text that it includes.
+fn full(header: &str) -> String {
+    header.replace(affine::HEADER, affine::TEXT)
 }
 
 /// The type of an element in a kernel's text, as MLX names it.
