@@ -8,6 +8,7 @@
     reason = "calls mlx-c for custom kernels, and defines operations of MLX through mlx-sys"
 )]
 
+mod attention;
 mod emulated;
 mod gated_delta;
 mod heads;
@@ -15,11 +16,12 @@ mod kernel;
 mod packed_rows;
 mod rewind;
 
+pub use attention::{attention, has_attention, is_worth, takes};
 pub use emulated::is_emulated;
 #[cfg(test)]
 pub use emulated::{emulate, take_fault};
 pub use gated_delta::gated_delta;
-pub use heads::rotated_heads;
+pub use heads::{RotatedHeads, rotated_heads};
 pub use packed_rows::packed_rows;
 pub use rewind::rewind;
 
