@@ -282,6 +282,20 @@ mod tests {
         }
     }
 
+    /// There is none on CPUs, so the check above compares nothing.
+    #[test]
+    fn attention_of_metal_is_compared_with_its_reference() {
+        crate::kernels::metal::emulate(steersman_metal_emulation::compile);
+        enable_kernels(&config(), true);
+        let check = CHECKS.iter().find(|check| check.kernel == KernelKind::Attention).unwrap();
+        let outcome = check.outcome(true);
+        assert!(matches!(outcome, Outcome::Equal(most) if most > 0.0), "{outcome:?}");
+        FAULT.set(Some((KernelKind::Attention, Fault::Value(1.0))));
+        let outcome = check.outcome(true);
+        FAULT.set(None);
+        assert!(matches!(outcome, Outcome::Off(_)), "{outcome:?}");
+    }
+
     #[test]
     fn a_kernel_with_a_fault_is_off_and_the_others_stay_on() {
         let data = tempfile::tempdir().unwrap();

@@ -73,8 +73,8 @@ template <class T, int N, int K, int BITS, int GROUP> struct Case {
     launch<ROWS>(0);
     finish();
     char title[100];
-    snprintf(title, sizeof title, "packed_rows, %s, %d x %d, %d bits in groups of %d, %d rows", name,
-             N, K, BITS, GROUP, ROWS);
+    snprintf(title, sizeof title, "packed_rows, %s, %d x %d, %d bits in groups of %d, %d rows",
+             name, N, K, BITS, GROUP, ROWS);
     check(title, compare(ROWS).relative(), bound);
   }
 };

@@ -62,7 +62,8 @@ for name in $names; do
 done
 for text in "$texts"/*.metal; do
     name=$(basename "$text" .metal)
-    [ -f "$name.cu" ] || echo "not run: $name has no program here"
+    grep -qs "/$name.metal\"" ./*.cu ./*.cuh || [ -f "$name.cu" ] ||
+        echo "not run: $name has no program here"
 done
 [ "$failed" = 0 ] || exit 1
 echo "all right: $(echo $names)"

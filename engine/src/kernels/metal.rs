@@ -9,6 +9,7 @@
 )]
 
 mod affine;
+mod attention;
 mod emulated;
 mod experts;
 mod gated_delta;
@@ -17,12 +18,13 @@ mod kernel;
 mod packed_rows;
 mod rewind;
 
+pub use attention::{attention, has_attention, is_worth, takes};
 pub use emulated::is_emulated;
 #[cfg(test)]
 pub use emulated::{emulate, launches, take_fault};
 pub use experts::experts;
 pub use gated_delta::gated_delta;
-pub use heads::rotated_heads;
+pub use heads::{RotatedHeads, rotated_heads};
 pub use packed_rows::packed_rows;
 pub use rewind::rewind;
 

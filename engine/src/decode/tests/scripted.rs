@@ -312,6 +312,21 @@ pub fn finish(decoder: &mut Decoder) {
     }
 }
 
+/// The answer and the usage of a request that has succeeded.
+pub fn reply(mut events: mpsc::UnboundedReceiver<Event>) -> (String, Usage) {
+    let mut answer = String::new();
+    // A thread may send the last event, after `on-finish`.
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Answer(piece) => answer += &piece,
+            Event::Finished(finished) => return (answer, finished.usage),
+            Event::Failed(error) => panic!("{error}"),
+            _ => {}
+        }
+    }
+    panic!("no end")
+}
+
 /// A reply, and what the client received.
 #[derive(Debug)]
 pub struct Transcript {

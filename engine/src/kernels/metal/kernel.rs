@@ -306,6 +306,16 @@ impl Drop for Handle {
     }
 }
 
+/// The i-th of the pointers `names`, as an expression.
+pub fn choice(names: &[&str]) -> String {
+    let (last, others) = names.split_last().expect("there is a pointer");
+    let mut text = String::from("(");
+    for (i, name) in others.iter().enumerate() {
+        let _ = write!(text, "(i) == {i} ? {name} : ");
+    }
+    text + last + ")"
+}
+
 /// A list of strings, which the caller frees.
 ///
 /// # Safety

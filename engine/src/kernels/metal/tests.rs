@@ -2,6 +2,7 @@
 //!
 //! On a machine with an NVIDIA GPU, `engine/metal-emulation/cuda/run.sh` runs the same texts there, a simdgroup as a warp.
 
+mod attention;
 mod experts;
 mod products;
 
@@ -270,12 +271,20 @@ fn gated_delta_equals_f64() {
     }
 }
 
-/// The output of the kernel's text with another part, for 6 rows, and the fault that the emulation found.
-fn planted(name: &'static str, part: &str, other: &str) -> (Array, Option<String>) {
-    let source = include_str!("gated_delta.metal");
-    assert!(source.contains(part), "{part}");
-    let kernel = Kernel { name, source: source.replacen(part, other, 1).leak() };
-    let launched = launch(kernel, 6, [2, 2], 32);
+/// The text without each of its barriers, and the line of that barrier.
+fn without_barriers(source: &str) -> Vec<(usize, String)> {
+    let barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);";
+    let without = |(at, _): (usize, &str)| {
+        let (before, after) = source.split_at(at);
+        (before.lines().count(), [before, &after[barrier.len()..]].concat())
+    };
+    source.match_indices(barrier).map(without).collect()
+}
+
+/// The output of GatedDeltaNet with another text, for 6 rows, and the fault that the emulation found.
+fn planted(name: &str, source: String) -> (Array, Option<String>) {
+    let name: &'static str = name.to_owned().leak();
+    let launched = launch(Kernel { name, source: source.leak() }, 6, [2, 2], 32);
     (launched.outputs[0].clone(), take_fault(name))
 }
 
@@ -283,21 +292,17 @@ fn planted(name: &'static str, part: &str, other: &str) -> (Array, Option<String
 #[test]
 fn planted_faults_are_found_in_every_order() {
     enable(true);
-    let right = planted("right", "", "").0;
+    let source = include_str!("gated_delta.metal");
+    let right = planted("right", source.into()).0;
     for order in [Order::Ascending, Order::Descending, Order::Random(7)] {
         set_order(order);
-        let (y, fault) = planted("right", "", "");
+        attention::check_planted_faults(order);
+        let (y, fault) = planted("right", source.into());
         assert_eq!((error(&y, &right), fault), (0.0, None), "{order:?}");
-        let barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);";
-        let source = include_str!("gated_delta.metal");
-        let places: Vec<usize> = source.match_indices(barrier).map(|(at, _)| at).collect();
-        assert_eq!(places.len(), 4);
-        for (n, at) in places.into_iter().enumerate() {
-            let line = source[..at].lines().count();
-            let from = source[..at].rfind("\n").map_or(0, |end| end + 1);
-            let context = source[from.saturating_sub(60)..at + barrier.len()].to_string();
-            let without = context.replace(barrier, "");
-            let (_, fault) = planted(format!("no_barrier_{n}").leak(), &context, &without);
+        let without = without_barriers(source);
+        assert_eq!(without.len(), 4);
+        for (n, (line, without)) in without.into_iter().enumerate() {
+            let (_, fault) = planted(&format!("no_barrier_{n}"), without);
             let fault = fault.unwrap_or_else(|| panic!("{order:?}: barrier {line} is not missed"));
             assert!(fault.contains("without a barrier"), "{fault}");
         }
@@ -327,7 +332,8 @@ fn planted_faults_are_found_in_every_order() {
                 "beside its elements",
             ),
         ] {
-            let (_, fault) = planted(name, part, other);
+            assert!(source.contains(part), "{part}");
+            let (_, fault) = planted(name, source.replacen(part, other, 1));
             let fault = fault.unwrap_or_else(|| panic!("{order:?}: {name} is not found"));
             assert!(fault.contains(expected), "{name}: {fault}");
         }
