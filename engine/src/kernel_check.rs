@@ -212,6 +212,7 @@ mod tests {
     use super::*;
     use crate::cache::Span;
     use crate::config::Device;
+    use crate::kernels::metal::emulate;
 
     thread_local! {
         /// The kernel of this thread whose results are wrong, and how.
@@ -265,6 +266,34 @@ mod tests {
         for (name, outcome) in compared {
             assert_ne!(*outcome, Outcome::Equal(0.0), "{name} is not compared");
         }
+    }
+
+    /// The same for the kernels of a Mac.
+    #[test]
+    fn kernels_for_metal_equal_their_references() {
+        emulate(steersman_metal_emulation::compile);
+        let outcomes = check_all(&config()).unwrap();
+        for (name, outcome) in &outcomes {
+            assert!(matches!(outcome, Outcome::Equal(_)), "{name}: {outcome:?}");
+        }
+        let there = ["products", "heads", "gated delta rule", "rewind", "experts"];
+        for name in there {
+            assert_ne!(outcomes[name], Outcome::Equal(0.0), "{name} is not compared");
+        }
+    }
+
+    /// There is none on CPUs, so the check above compares nothing.
+    #[test]
+    fn attention_of_metal_is_compared_with_its_reference() {
+        crate::kernels::metal::emulate(steersman_metal_emulation::compile);
+        enable_kernels(&config(), true);
+        let check = CHECKS.iter().find(|check| check.kernel == KernelKind::Attention).unwrap();
+        let outcome = check.outcome(true);
+        assert!(matches!(outcome, Outcome::Equal(most) if most > 0.0), "{outcome:?}");
+        FAULT.set(Some((KernelKind::Attention, Fault::Value(1.0))));
+        let outcome = check.outcome(true);
+        FAULT.set(None);
+        assert!(matches!(outcome, Outcome::Off(_)), "{outcome:?}");
     }
 
     #[test]

@@ -84,3 +84,69 @@ fn a_text_that_does_not_compile_says_why() {
     let Err(problem) = compile("", "missing();", &[], &[]) else { panic!("it compiles") };
     assert!(problem.contains("missing"), "{problem}");
 }
+
+/// What the check of types finds in [`SUM`] with `other` instead of `part`.
+fn type_errors(part: &str, other: &str) -> String {
+    assert!(SUM.contains(part));
+    let [x, y] =
+        [[["constant bfloat", "few"], ["bfloat", "x"]], [["float", "y"], ["bfloat", "rounded"]]];
+    let body = format!("typedef bfloat T;\n{}", SUM.replace(part, other));
+    let body = body.replace("simd_sum(x[", "simd_sum(static_cast<float>(x[").replace("]);", "]));");
+    types::check("", &body, &x, &y).err().unwrap_or_default()
+}
+
+#[test]
+fn wrong_types_are_found() {
+    if types::version().unwrap().is_none() {
+        eprintln!("skipped: there is no libclang");
+        return;
+    }
+    assert_eq!(type_errors("", ""), "");
+    let first = "SHARED(float, parts, 2);";
+    let mut missed = Vec::new();
+    for (added, fault) in [
+        // A pointer to another address space than its own.
+        ("const device T* p = few;", "const __constant bfloat *"),
+        ("const constant T* p = x;", "const __global bfloat *"),
+        ("const device float* p = parts;", "__local float[2]"),
+        ("thread float* p = parts;", "__local float[2]"),
+        // A pointer or a reference without one.
+        ("const T* p = x;", "`const T*` has no address space"),
+        ("float own_sum = 0; float* p = &own_sum;", "`float*` has no address space"),
+        ("float own_sum = 0; float& p = own_sum;", "`float&` has no address space"),
+        // A write to an input.
+        ("x[0] = rounded[0];", "read-only variable is not assignable"),
+        ("device T* p = x;", "const __global bfloat *"),
+        // No bfloat without a cast: Apple's compiler refuses all but the last two.
+        ("T sum = 1.0f;", "of type 'float'"),
+        ("T sum = y[0];", "of type '__global float'"),
+        ("rounded[0] = y[0];", "type '__global float'"),
+        ("rounded[0] = 0;", "'int'"),
+        ("float sum = x[0];", "const __global bfloat"),
+        ("T sum = static_cast<T>(1.0f) * x[0];", "invalid operands"),
+        // No number of 64 bits that is a float.
+        ("double sum = 0;", "'double'"),
+        // Two functions are as near.
+        ("float root = rsqrt(2);", "ambiguous"),
+        ("int least = min(1, 2u);", "ambiguous"),
+        // Memory of the threadgroup in a block.
+        ("if (y[0] > 0) { SHARED(float, more, 2); }", "outermost scope"),
+        ("missing();", "undeclared identifier"),
+    ] {
+        let problem = type_errors(first, &format!("{first}\n{added}"));
+        let is_found = problem.starts_with("line 4 of the ") && problem.contains(fault);
+        if !is_found {
+            missed.push(format!("{added} ({fault}): {problem}"));
+        }
+    }
+    assert!(missed.is_empty(), "{}", missed.join("\n"));
+    // Right, though it resembles what is wrong.
+    for added in [
+        "thread float* p = nullptr; float own_sum = 0; p = &own_sum;",
+        "const device T* p = x + 1; const constant T* q = few; device float* r = y;",
+        "threadgroup float* p = parts;",
+        "int two = 2; float half_sum = y[0] * two; rounded[0] = static_cast<T>(half_sum);",
+    ] {
+        assert_eq!(type_errors(first, &format!("{first}\n{added}")), "", "{added}");
+    }
+}

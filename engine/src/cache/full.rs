@@ -5,6 +5,8 @@
 //!
 //! Source: mlx-lm `models/cache.py`, `KVCache`.
 
+use std::rc::Rc;
+
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
 use mlx_rs::{Array, Dtype};
@@ -32,6 +34,8 @@ pub struct Full {
     own: KvBuffer,
     /// An output of the kernel that writes the newest rows in place; they are written when it is evaluated.
     written_with: Option<Array>,
+    /// Whether the layer reads few rows with a kernel of ours, in both buffers.
+    is_read_in_place: bool,
 }
 
 /// The buffers of a cache, as kernels read and write them.
@@ -56,7 +60,8 @@ impl Full {
     /// An empty cache for `heads` key-value heads of `head_dim`.
     pub fn new(heads: i32, head_dim: i32) -> Self {
         let own = KvBuffer::default();
-        Self { heads, head_dim, len: 0, shared: None, own, written_with: None }
+        let (shared, written_with, is_read_in_place) = (None, None, false);
+        Self { heads, head_dim, len: 0, shared, own, written_with, is_read_in_place }
     }
 
     /// Number of key-value heads and their dimension.
@@ -90,9 +95,14 @@ impl Full {
         if self.shared.is_some() && len - self.shared_rows() <= FEW { BLOCK } else { STEP }
     }
 
-    /// Whether a kernel wrote the newest rows in place.
-    pub(super) fn was_written_in_place(&self) -> bool {
-        self.written_with.is_some()
+    /// Returns true if a kernel reads all positions where they lie, unless a pass has many rows.
+    pub(super) fn is_read_in_place(&self) -> bool {
+        self.is_read_in_place
+    }
+
+    /// Sets whether a kernel reads all positions where they lie.
+    pub fn set_read_in_place(&mut self, is: bool) {
+        self.is_read_in_place = is;
     }
 
     /// Appends keys and values `kv` [1, 2 H_kv, T, D].
@@ -120,10 +130,11 @@ impl Full {
         Ok((self.buffers(), self.written_with.as_ref()))
     }
 
-    /// Counts `rows` rows that the kernel writes which computes `with`.
+    /// Counts `rows` rows that the kernel writes which computes `with`. It also reads all positions where they lie.
     pub fn wrote(&mut self, rows: i32, with: Array) {
         self.len += rows;
         self.written_with = Some(with);
+        self.is_read_in_place = true;
     }
 
     /// Queues what a kernel writes in place before what is made from the buffer next: MLX does not know that the one
@@ -150,7 +161,7 @@ impl Full {
 
     /// The same cache with all whole blocks of its positions in a shared buffer, and that buffer. Copies the positions
     /// after them, and all positions if some are shared already.
-    pub(super) fn sharing(&self) -> Result<(Self, Array)> {
+    pub(super) fn sharing(&self) -> Result<(Self, Rc<Array>)> {
         self.queue_writes()?;
         let (whole, before) = (whole_blocks(self.len), self.shared_rows());
         assert!(before < whole, "there is no new block to share");
@@ -163,6 +174,7 @@ impl Full {
                 concatenate(&[first, self.own.view(0, whole - before)?], 2)?
             }
         };
+        let buffer = Rc::new(buffer);
         let shared = Some(SharedKv { buffer: buffer.clone(), rows: whole });
         Ok((Self { shared, own, written_with: None, ..*self }, buffer))
     }

@@ -253,11 +253,11 @@ impl Cache {
         })
     }
 
-    /// Whether other caches can share the rows of this one without a copy of them for each pass: kernels of our own wrote
-    /// the newest rows of all layers that keep all positions, and so will read them.
+    /// Whether other caches can share the rows of this one without a copy of them for each pass: kernels of our own read
+    /// the rows of all layers that keep all positions where they lie.
     pub fn is_shareable(&self) -> bool {
         let by_kernel = |layer: &LayerCache| match layer {
-            LayerCache::Full(full) => full.was_written_in_place(),
+            LayerCache::Full(full) => full.is_read_in_place(),
             LayerCache::Quantized(_) => false,
             LayerCache::Sliding(_) | LayerCache::Recurrent(_) => true,
         };
@@ -397,7 +397,7 @@ impl Cache {
         let mut buffers = shared.iter().flat_map(|shared| {
             let count = row(shared.count);
             debug_assert_eq!(whole_blocks(count), count);
-            let part = move |buffer: &Array| SharedKv { buffer: buffer.clone(), rows: count };
+            let part = move |buffer: &Rc<Array>| SharedKv { buffer: buffer.clone(), rows: count };
             shared.rows.layers.iter().map(part)
         });
         let (mut index, mut recurrent) = (0, recurrent.iter());

@@ -4,6 +4,8 @@
 //! of our own read both where they lie; MLX's operations need them in one array, which is made for a pass. The
 //! rows live as long as a cache has them.
 
+use std::rc::Rc;
+
 use mlx_rs::Array;
 
 /// Shared rows come in blocks of this size, so that the keys which a kernel reads at a time lie in one buffer.
@@ -15,7 +17,7 @@ pub struct SharedRows {
     /// Number of rows, a multiple of [`BLOCK`].
     pub(super) rows: i32,
     /// For each layer, keys and then values: [1, 2 H_kv, capacity, D].
-    pub(super) layers: Vec<Array>,
+    pub(super) layers: Vec<Rc<Array>>,
 }
 
 impl SharedRows {
@@ -38,8 +40,8 @@ impl SharedRows {
 /// The shared rows of one layer, as many of them as a cache has.
 #[derive(Debug, Clone)]
 pub struct SharedKv {
-    /// Keys and then values, [1, 2 H_kv, capacity, D].
-    pub buffer: Array,
+    /// Keys and then values, [1, 2 H_kv, capacity, D]: the same `Rc` in all caches that share them.
+    pub buffer: Rc<Array>,
     /// Number of rows, a multiple of [`BLOCK`].
     pub rows: i32,
 }

@@ -11,7 +11,7 @@ use crate::kernels::cuda::Tiled;
 use crate::kernels::{self, Mode, Quantization};
 use crate::nn::{
     Block, Dense, Experts, Gate, GatedDelta, GatedMlp, Heads, Joined, Linear, Mlp, Moe, Outputs,
-    OwnKernel, Packed, RmsNorm, Rope, Scores, attention, swiglu,
+    OwnKernel, Packed, RmsNorm, Rope, Scores, Shared, attention, swiglu,
 };
 
 /// Random numbers of a normal distribution.
@@ -20,19 +20,20 @@ fn normal(seed: u64, shape: &[i32], dtype: Dtype) -> Result<Array> {
 }
 
 /// A packed matrix [outputs, inputs] or a stack of them, as loading stores it on this device.
-fn packed(seed: u64, shape: &[i32]) -> Result<Packed> {
-    let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+fn packed(seed: u64, shape: &[i32], bits: i32) -> Result<Packed> {
+    let quantization = Quantization { group_size: 64, bits, mode: Mode::Affine };
     let [rows @ .., inputs] = shape else { unreachable!("a matrix has inputs") };
     let with = |columns: i32| [rows, &[columns]].concat();
-    let words = with(inputs / 8);
+    let words = with(inputs * bits / 32);
     let count = words.iter().product::<i32>() as u32;
     // Numbers of all sizes, in no order that a kernel could have.
     let word = |i: u32| (i + 7 * seed as u32).wrapping_mul(0x9E37_79B9).rotate_left(i % 31);
     let numbers: Vec<u32> = (0..count).map(word).collect();
     let groups = with(inputs / 64);
-    // Means of 4 bits are 7.5 scales: the matrix has numbers of both signs.
-    let scales = normal(seed, &groups, Dtype::Float32)?.multiply(Array::from_f32(0.01))?;
-    let biases = scales.multiply(Array::from_f32(-7.5))?;
+    // The mean of 4 bits is 7.5 scales: the matrix has numbers of both signs, and of one size in all widths.
+    let levels = f32::exp2(bits as f32);
+    let scales = normal(seed, &groups, Dtype::Float32)?.multiply(Array::from_f32(0.16 / levels))?;
+    let biases = scales.multiply(Array::from_f32((1.0 - levels) / 2.0))?;
     let weight = Array::from_slice(&numbers, &words);
     let [scales, biases] = [scales, biases].map(|x| x.as_dtype(Dtype::Bfloat16));
     let mut packed = Packed {
@@ -51,8 +52,8 @@ fn packed(seed: u64, shape: &[i32]) -> Result<Packed> {
 }
 
 /// A packed layer as loading stores it on this device.
-fn linear(seed: u64, shape: &[i32]) -> Result<Linear> {
-    let weight = packed(seed, shape)?;
+fn linear(seed: u64, shape: &[i32], bits: i32) -> Result<Linear> {
+    let weight = packed(seed, shape, bits)?;
     Ok(match Tiled::new(weight.view())? {
         Some(weight) => Linear::Tiled { weight, bias: None },
         None => Linear::Quantized { weight, bias: None },
@@ -71,10 +72,13 @@ pub fn run_gate(dtype: Dtype) -> Result<Vec<Array>> {
     Ok(vec![swiglu(gate?, up?)?])
 }
 
-/// Packed matrices with a norm before and a sum after, joined ones, and one of floats; steps, drafts and prompts.
+/// Packed matrices with a norm before and a sum after, joined ones, those of other widths, and one of floats; steps, drafts and
+/// prompts.
 pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
-    let own = linear(1, &[512, 256])?;
-    let gate_up = Joined::new([linear(2, &[256, 256])?, linear(3, &[256, 256])?])?;
+    let own = linear(1, &[512, 256], 4)?;
+    let gate_up = Joined::new([linear(2, &[256, 256], 4)?, linear(3, &[256, 256], 4)?])?;
+    // Read as bytes, as 16 bits, and as words.
+    let others = [linear(7, &[64, 256], 3)?, linear(8, &[64, 256], 6)?, linear(9, &[64, 256], 8)?];
     let weight = normal(4, &[64, 256], dtype)?;
     let own_kernel = cpu::is_enabled() && cpu::supports_dense(&weight);
     let floats = Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias: None };
@@ -84,14 +88,18 @@ pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
         let sum = normal(6, &[1, rows, 512], dtype)?;
         results.push(own.apply(kernels::Input::Rows(&x), Some(&sum))?);
         results.extend(gate_up.forward(&x)?);
+        for other in &others {
+            results.push(other.forward(&x)?);
+        }
         results.push(floats.forward(&x)?);
     }
     Ok(results)
 }
 
 /// Rows of two sequences after prompts: steps and drafts.
-const PASSES: [[i32; 2]; 4] = [[40, 9], [1, 1], [4, 1], [1, 8]];
+const PASSES: [[i32; 2]; 4] = [[70, 9], [1, 1], [4, 1], [1, 8]];
 
+/// Attention over a cache whose first rows are shared after the prompt, and over one of own rows.
 pub fn run_attention(dtype: Dtype) -> Result<Vec<Array>> {
     let [heads, kv_heads, dim] = [8, 2, 64];
     let new = || Cache::new(vec![LayerCache::Full(Full::new(kv_heads, dim))]);
@@ -105,6 +113,9 @@ pub fn run_attention(dtype: Dtype) -> Result<Vec<Array>> {
         let mut spans = spans(&mut caches, rows);
         results.push(attention([&q, &k, &v], &scores, &mut spans, 0)?);
         spans.iter_mut().for_each(Span::advance);
+        if rows == PASSES[0] {
+            caches[0].share()?;
+        }
     }
     Ok(results)
 }
@@ -210,34 +221,47 @@ pub fn run_rewind(dtype: Dtype) -> Result<Vec<Array>> {
     run_delta(dtype, true)
 }
 
-/// A sparse block whose router prefers the same experts for all rows by a wide margin: a near-tie would be another choice,
-/// and no fault.
+/// Sparse blocks without and with a shared expert. The router prefers the same experts for all rows by a wide margin: a
+/// near-tie would be another choice, and no fault.
 pub fn run_experts(dtype: Dtype) -> Result<Vec<Array>> {
     let [count, d, f] = [16, 256, 128];
-    let stack = |seed, outputs, inputs| -> Result<Linear> {
-        let weight = packed(seed, &[count, outputs, inputs])?;
-        Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
+    let block = |sides: [Linear; 2], down_proj| -> Result<Block> {
+        Ok(GatedMlp { gate: Gate::Silu, gate_up: Joined::new(sides)?, down_proj }.into())
     };
-    let gate_up = Joined::new([stack(1, f, d)?, stack(2, f, d)?])?;
-    let experts =
-        Experts(Block::from(GatedMlp { gate: Gate::Silu, gate_up, down_proj: stack(3, d, f)? }));
-    // Expert `i` has the score `i` times the sum of a row.
-    let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
-    let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
-    let gate = concatenate(&vec![ranks; d as usize], 1)?;
-    let moe = Mlp::Sparse(Box::new(Moe {
-        gate: Linear::Dense { weight: gate.into(), bias: None },
-        experts,
-        top_k: 4,
-        norm_topk_prob: true,
-        scale: 1.0,
-        groups: None,
-        shared: None,
-    }));
     let norm = RmsNorm { weight: normal(4, &[d], dtype)?.abs()?, eps: 1e-6 };
     let mut results = Vec::new();
-    for rows in [1, 3, 8] {
-        results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+    for (bits, has_shared) in [(4, false), (4, true), (8, true)] {
+        let stack = |seed, outputs, inputs| -> Result<Linear> {
+            let weight = packed(seed, &[count, outputs, inputs], bits)?;
+            Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
+        };
+        let experts = Experts(block([stack(1, f, d)?, stack(2, f, d)?], stack(3, d, f)?)?);
+        // Expert `i` has the score `i` times the sum of a row.
+        let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
+        let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
+        let gate = concatenate(&vec![ranks; d as usize], 1)?;
+        let shared = || -> Result<Shared> {
+            let weight = Packed { own_kernel: None, ..packed(9, &[1, d], 8)? };
+            Ok(Shared {
+                expert: block(
+                    [linear(6, &[f, d], 4)?, linear(7, &[f, d], 4)?],
+                    linear(8, &[d, f], 4)?,
+                )?,
+                gate: Some(Linear::Quantized { weight, bias: None }),
+            })
+        };
+        let moe = Mlp::Sparse(Box::new(Moe {
+            gate: Linear::Dense { weight: gate.into(), bias: None },
+            experts,
+            top_k: 4,
+            norm_topk_prob: true,
+            scale: 1.0,
+            groups: None,
+            shared: has_shared.then(shared).transpose()?,
+        }));
+        for rows in [1, 3, 8] {
+            results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+        }
     }
     Ok(results)
 }

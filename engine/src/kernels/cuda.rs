@@ -16,11 +16,11 @@ mod kernel;
 mod rewind;
 mod tiled;
 
-pub use attention::{attention, takes};
+pub use attention::{attention, has_attention, takes};
 pub use experts::experts;
 pub use gated_delta::gated_delta;
 pub use heads::{attend_heads, has_heads};
-pub use kernel::{LaunchSpan, SPANS, keep_in, prepare};
+pub use kernel::{keep_in, prepare};
 pub use rewind::rewind;
 pub use tiled::Tiled;
 

@@ -8,22 +8,29 @@
     reason = "calls mlx-c for custom kernels, and defines operations of MLX through mlx-sys"
 )]
 
+mod affine;
+mod attention;
 mod emulated;
+mod experts;
 mod gated_delta;
 mod heads;
 mod kernel;
 mod packed_rows;
 mod rewind;
 
+pub use attention::{attention, has_attention, is_worth, takes};
 pub use emulated::is_emulated;
 #[cfg(test)]
-pub use emulated::{emulate, take_fault};
+pub use emulated::{emulate, launches, take_fault};
+pub use experts::experts;
 pub use gated_delta::gated_delta;
-pub use heads::rotated_heads;
+pub use heads::{RotatedHeads, rotated_heads};
 pub use packed_rows::packed_rows;
 pub use rewind::rewind;
 
 use std::cell::Cell;
+
+use mlx_rs::Dtype;
 
 use self::kernel::{Kernel, Launch};
 use crate::error::Error;
@@ -52,6 +59,11 @@ fn generation() -> Option<u32> {
 /// Whether layers on this thread use these kernels.
 pub fn is_enabled() -> bool {
     ENABLED.get()
+}
+
+/// Whether `dtype` is one of the types of activations that kernels have.
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16)
 }
 
 /// An error of the kernel `name`.

@@ -18,6 +18,7 @@ pub use self::views::{
     Quantization, RotationView, SharedGate,
 };
 
+use mlx_rs::ops::sigmoid;
 use mlx_rs::{Array, fast};
 
 use crate::cache::{Buffers, Element, RewindKernels, Span, Writes, WritesOf};
@@ -99,15 +100,103 @@ fn replay(state: &Element, writes: &WritesOf, rows: i32) -> Option<Result<Array>
     if KernelKind::Rewind.is_on() { cpu::replay(state, writes, rows) } else { None }
 }
 
+/// A product of rows: the scores of a router, or the outputs of a shared expert.
+pub type Rows<'a> = &'a dyn Fn(Input<'_>) -> Result<Array>;
+
+/// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
+/// `router` computes the scores of all experts [1, R, E], `shared` the shared expert without its gate, if there is one.
+pub fn experts(
+    moe: &ExpertsView<'_>,
+    x: &Array,
+    norm: NormView<'_>,
+    router: Rows<'_>,
+    shared: Option<Rows<'_>>,
+) -> Result<Option<Array>> {
+    if !KernelKind::Experts.is_on() {
+        return Ok(None);
+    }
+    match metal::experts(moe, x, norm, router, shared)? {
+        Some(y) => Ok(Some(y)),
+        None => cuda::experts(moe, x, norm, router, shared),
+    }
+}
+
+/// A span's rows in a launch, and the keys and values of its sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct LaunchSpan<'a> {
+    /// Number of rows.
+    pub rows: i32,
+    /// Position of the first.
+    pub position: i32,
+    /// Buffers before the rows are appended.
+    pub buffers: Buffers<'a>,
+}
+
+impl<'a> LaunchSpan<'a> {
+    /// The newest `rows` rows in `buffers`, which hold all positions.
+    pub fn appended(rows: i32, buffers: Buffers<'a>) -> Self {
+        let position = buffers.positions() - rows;
+        Self { rows, position, buffers: Buffers { len: buffers.len - rows, ..buffers } }
+    }
+
+    /// Keys that the last row sees.
+    pub fn keys(&self) -> i32 {
+        self.buffers.positions() + self.rows
+    }
+}
+
+/// Returns true if a kernel computes attention of few rows of `q` [1, R, H_q, D] over keys and values like `kv`
+/// [1, 2 H_kv, R, D], where they lie.
+pub fn has_attention(q: &Array, kv: &Array) -> bool {
+    let kv_heads = kv.dim(1) / 2;
+    KernelKind::Attention.is_on()
+        && q.dtype() == kv.dtype()
+        && (metal::has_attention(q, kv_heads) || cuda::has_attention(q, kv_heads))
+}
+
+/// The first of `spans` that one launch of [`attention`] takes: none if MLX's operation does as well.
+pub fn first_spans<'a>(spans: impl Iterator<Item = LaunchSpan<'a>>) -> Vec<LaunchSpan<'a>> {
+    let takes = |spans: &[LaunchSpan<'_>]| match metal::is_enabled() {
+        true => metal::takes(spans),
+        false => cuda::takes(spans.iter().map(|span| (span.rows, span.keys()))),
+    };
+    let mut taken = Vec::new();
+    for span in spans {
+        taken.push(span);
+        if !takes(&taken) {
+            taken.pop();
+            break;
+        }
+    }
+    if metal::is_enabled() && !metal::is_worth(&taken) {
+        taken.clear();
+    }
+    taken
+}
+
+/// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span, times the sigmoid of `gates`
+/// [1, R, H_q D]: [1, R, H_q D]. [`has_attention`] must be true, and the spans those that [`first_spans`] returned.
+pub fn attention(
+    q: &Array,
+    gates: Option<&Array>,
+    scale: f32,
+    spans: &[LaunchSpan<'_>],
+) -> Result<Array> {
+    if metal::is_enabled() {
+        return metal::attention(q, gates, scale, spans);
+    }
+    let mixed = cuda::attention(q, scale, spans, None)?;
+    match gates {
+        Some(gates) => Ok(sigmoid(gates)?.multiply(mixed)?),
+        None => Ok(mixed),
+    }
+}
+
 /// A span's rows, and where their keys and values go.
 #[derive(Debug, Clone, Copy)]
 pub struct Destination<'a> {
-    /// Number of rows.
-    pub rows: i32,
-    /// Position of the first row.
-    pub position: i32,
-    /// Buffers of the cache; nothing else may hold the one of its own rows.
-    pub buffers: Buffers<'a>,
+    /// The rows and the buffers of the cache; nothing else may hold the buffer of its own rows.
+    pub span: LaunchSpan<'a>,
     /// What must be evaluated before the kernel reads the buffer: it writes the rows before these.
     pub after: Option<&'a Array>,
 }

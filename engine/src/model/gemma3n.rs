@@ -26,8 +26,8 @@ use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scores, attend,
-    attention, by_span, geglu, scaled, softcap,
+    Embedding, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scores,
+    attend_appended, attention, geglu, scaled, softcap,
 };
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Defaults are those of
@@ -580,7 +580,7 @@ impl SelfAttn {
             let v = rms_norm(v_proj.forward(x)?.reshape(&shape)?, None, k_norm.eps)?;
             attention([&q, &k, &v], &SCORES, spans, self.source)?
         } else {
-            by_span([q], spans, |[q], span| attend(&q, &SCORES, &span.cache.layers[self.source]))?
+            attend_appended(&q, None, &SCORES, spans, self.source)?
         };
         self.o_proj.forward(&mixed)
     }

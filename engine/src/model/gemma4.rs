@@ -23,7 +23,7 @@ use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, Experts, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling,
-    Scores, attend, attention, by_span, geglu, scaled, softcap,
+    Scores, attend_appended, attention, geglu, scaled, softcap,
 };
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Defaults are those of
@@ -526,7 +526,7 @@ impl SelfAttn {
             let k = self.rope.forward(&k, spans)?;
             attention([&q, &k, &v], &SCORES, spans, self.source)?
         } else {
-            by_span([q], spans, |[q], span| attend(&q, &SCORES, &span.cache.layers[self.source]))?
+            attend_appended(&q, None, &SCORES, spans, self.source)?
         };
         self.o_proj.forward(&mixed)
     }

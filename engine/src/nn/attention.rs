@@ -7,10 +7,10 @@ use mlx_rs::ops::{
 };
 use mlx_rs::{Array, Dtype};
 
-use super::{rows_of, scaled, softcap};
+use super::{rows_of, scaled, sigmoid_gated, softcap};
 use crate::cache::{LayerCache, QuantizedKv, Span};
 use crate::error::Result;
-use crate::kernels::cuda;
+use crate::kernels::{self, LaunchSpan};
 
 /// How products of queries and keys become scores for the softmax.
 #[derive(Debug, Clone)]
@@ -35,17 +35,20 @@ pub fn attention(
     layer: usize,
 ) -> Result<Array> {
     let kv = concatenate(&[k, v], 2)?.swap_axes(1, 2)?;
-    append_and_attend(q, &kv, scores, spans, layer)
+    append_and_attend(q, &kv, None, scores, spans, layer)
 }
 
-/// [`attention`] with keys and then values as further heads, heads first, [1, 2 H_kv, R, D]: one write to each cache.
+/// [`attention`] with keys and then values as further heads, heads first, [1, 2 H_kv, R, D]: one write to each cache. The
+/// result is multiplied by the sigmoid of `gates` [1, R, H_q D].
 pub fn append_and_attend(
     q: &Array,
     kv: &Array,
+    gates: Option<&Array>,
     scores: &Scores,
     spans: &mut [Span<'_>],
     layer: usize,
 ) -> Result<Array> {
+    let has_kernel = has_kernel(q, kv, scores);
     let mut start = 0;
     for span in &mut *spans {
         let end = start + span.rows;
@@ -54,7 +57,10 @@ pub fn append_and_attend(
             false => kv.try_index((.., .., start..end))?,
         };
         match &mut span.cache.layers[layer] {
-            LayerCache::Full(full) => full.append(&own)?,
+            LayerCache::Full(full) => {
+                full.append(&own)?;
+                full.set_read_in_place(has_kernel);
+            }
             LayerCache::Quantized(quantized) => quantized.append(&own)?,
             LayerCache::Sliding(sliding) => {
                 let sides = own.split_equal(2, 1)?;
@@ -64,23 +70,35 @@ pub fn append_and_attend(
         }
         start = end;
     }
-    let has_kernel = cuda::is_enabled() && scores.softcap.is_none() && scores.sinks.is_none();
+    attend_appended(q, gates, scores, spans, layer)
+}
+
+/// [`append_and_attend`] after the keys and values were appended, by this layer or another one that shares them.
+pub fn attend_appended(
+    q: &Array,
+    gates: Option<&Array>,
+    scores: &Scores,
+    spans: &[Span<'_>],
+    layer: usize,
+) -> Result<Array> {
     let mut parts = Vec::new();
-    let (mut start, mut left) = (0, &*spans);
+    let (mut start, mut left) = (0, spans);
     while let Some(span) = left.first() {
-        let joined = if has_kernel { kernel_spans(left, layer) } else { Vec::new() };
-        let rows = joined.iter().map(|span| span.rows).sum();
-        let by_kernel = if joined.is_empty() {
-            None
+        let joined = kernel_spans(q, scores, left, layer);
+        let count = joined.len().max(1);
+        let end = start + left[..count].iter().map(|span| span.rows).sum::<i32>();
+        let q = rows_of(q, start..end)?;
+        let gates = gates.map(|gates| rows_of(gates, start..end)).transpose()?;
+        parts.push(if joined.is_empty() {
+            let mixed = attend(&q, scores, &span.cache.layers[layer])?;
+            match gates {
+                Some(gates) => sigmoid_gated(gates, mixed)?,
+                None => mixed,
+            }
         } else {
-            cuda::attention(&rows_of(q, start..start + rows)?, scores.scale, &joined, None)?
-        };
-        let (rows, count) = if by_kernel.is_some() { (rows, joined.len()) } else { (span.rows, 1) };
-        parts.push(match by_kernel {
-            Some(part) => part,
-            None => attend(&rows_of(q, start..start + rows)?, scores, &span.cache.layers[layer])?,
+            kernels::attention(&q, gates.as_ref(), scores.scale, &joined)?
         });
-        (start, left) = (start + rows, &left[count..]);
+        (start, left) = (end, &left[count..]);
     }
     match &parts[..] {
         [part] => Ok(part.clone()),
@@ -88,23 +106,29 @@ pub fn append_and_attend(
     }
 }
 
-/// The first of `spans` that the kernel takes in one launch.
-fn kernel_spans<'a>(spans: &'a [Span<'_>], layer: usize) -> Vec<cuda::LaunchSpan<'a>> {
-    let mut taken: Vec<cuda::LaunchSpan<'a>> = Vec::new();
-    let sizes = |span: &cuda::LaunchSpan<'_>| (span.rows, span.keys());
-    for span in spans.iter().take(cuda::SPANS) {
-        let LayerCache::Full(full) = &span.cache.layers[layer] else { break };
-        let next = cuda::LaunchSpan::appended(span.rows, full.buffers());
-        if !cuda::takes(taken.iter().chain([&next]).map(sizes)) {
-            break;
+/// The first of `spans` that a kernel takes in one launch.
+fn kernel_spans<'a>(
+    q: &Array,
+    scores: &Scores,
+    spans: &'a [Span<'_>],
+    layer: usize,
+) -> Vec<LaunchSpan<'a>> {
+    let of_kernel = |span: &'a Span<'_>| match &span.cache.layers[layer] {
+        LayerCache::Full(full) if has_kernel(q, full.buffers().own, scores) => {
+            Some(LaunchSpan::appended(span.rows, full.buffers()))
         }
-        taken.push(next);
-    }
-    taken
+        _ => None,
+    };
+    kernels::first_spans(spans.iter().map_while(of_kernel))
+}
+
+/// Returns true if a kernel computes such scores of `q` [1, R, H_q, D] and of keys like `kv` [1, 2 H_kv, R, D].
+fn has_kernel(q: &Array, kv: &Array, scores: &Scores) -> bool {
+    scores.softcap.is_none() && scores.sinks.is_none() && kernels::has_attention(q, kv)
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].
-pub fn attend(q: &Array, scores: &Scores, cache: &LayerCache) -> Result<Array> {
+fn attend(q: &Array, scores: &Scores, cache: &LayerCache) -> Result<Array> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let y = attend_heads(&q.swap_axes(1, 2)?, scores, cache)?;
     Ok(y.swap_axes(1, 2)?.reshape(&[1, rows, heads * dim])?)

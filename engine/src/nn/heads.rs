@@ -5,7 +5,8 @@ use mlx_rs::Array;
 use super::{Joined, Outputs, RmsNorm, Rope, Scores, append_and_attend, attention, sigmoid_gated};
 use crate::cache::{Full, LayerCache, Span};
 use crate::error::Result;
-use crate::kernels::{self, Destination, HeadsRows, HeadsView, metal};
+use crate::kernels::metal::{self, RotatedHeads};
+use crate::kernels::{self, Destination, HeadsRows, HeadsView, LaunchSpan};
 
 /// Heads of a layer, and what happens to them between projection and attention.
 #[derive(Debug, Clone, Copy)]
@@ -44,11 +45,8 @@ impl Heads<'_> {
         }
         let positions = spans.iter().flat_map(|span| span.offset()..span.offset() + span.rows);
         if let Some(heads) = metal::rotated_heads(&self.view(), &projected, positions)? {
-            let mixed = append_and_attend(&heads.q, &heads.kv, scores, spans, layer)?;
-            return match heads.gates {
-                Some(gates) => sigmoid_gated(gates, mixed),
-                None => Ok(mixed),
-            };
+            let RotatedHeads { q, kv, gates } = heads;
+            return append_and_attend(&q, &kv, gates.as_ref(), scores, spans, layer);
         }
         let &Self { heads: h, kv_heads: h_kv, head_dim: d, .. } = self;
         let [mut q, k, v] = projections.split(projected)?;
@@ -123,7 +121,8 @@ impl Heads<'_> {
             let (rows, position) = (span.rows, span.offset());
             let full = full(span, layer);
             let (buffers, after) = full.reserve(rows, dtype)?;
-            destinations.push(Destination { rows, position, buffers, after });
+            let span = LaunchSpan { rows, position, buffers };
+            destinations.push(Destination { span, after });
         }
         let HeadsRows { mixed, written_with } =
             kernels::heads(&self.view(), projected, scale, &destinations)?;

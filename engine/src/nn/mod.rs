@@ -19,7 +19,7 @@ mod rope;
 mod rows;
 mod runs;
 
-pub use attention::{Scores, append_and_attend, attend, attention};
+pub use attention::{Scores, append_and_attend, attend_appended, attention};
 pub use compiled::{compile_steps, fused};
 pub use gated_delta::{
     CHUNK, GatedDelta, Projected, convolve, delta_rule_chunked, delta_rule_recurrent,

@@ -12,7 +12,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::{Block, Gate, GatedMlp, Input, Linear, RmsNorm, scaled};
 use crate::error::Result;
-use crate::kernels::{ExpertsView, SharedGate, cuda};
+use crate::kernels::{self, ExpertsView, SharedGate};
 
 /// Sorting does not pay for fewer choices.
 const SORTED_CHOICES: i32 = 64;
@@ -112,14 +112,14 @@ impl Moe {
         match expert {
             Some(expert) => {
                 let shared = |x: Input<'_>| expert.forward_of(x);
-                cuda::experts(&view, x, norm.view(), &router, Some(&shared))
+                kernels::experts(&view, x, norm.view(), &router, Some(&shared))
             }
-            None => cuda::experts(&view, x, norm.view(), &router, None),
+            None => kernels::experts(&view, x, norm.view(), &router, None),
         }
     }
 
     /// The block as kernels read it. `None` if they have another form.
-    fn view(&self) -> Option<ExpertsView<'_>> {
+    pub(crate) fn view(&self) -> Option<ExpertsView<'_>> {
         let Block::Gated(GatedMlp { gate: Gate::Silu, gate_up, down_proj }) = &self.experts.0
         else {
             return None;

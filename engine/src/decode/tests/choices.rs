@@ -1,7 +1,5 @@
 //! Several choices of a request cost one prefill, and equal the requests with their seeds.
 
-use tokio::sync::mpsc::UnboundedReceiver;
-
 use super::scripted::*;
 use crate::config::Config;
 use crate::decode::Decoder;
@@ -20,21 +18,6 @@ fn question(max_tokens: u32) -> Request {
 fn choices(request: &Request, count: u64) -> Vec<Request> {
     let seed = |choice| request.seed.map(|seed| seed + choice);
     (0..count).map(|choice| Request { seed: seed(choice), ..request.clone() }).collect()
-}
-
-/// The answer and the usage of a request that has succeeded.
-fn reply(mut events: UnboundedReceiver<Event>) -> (String, Usage) {
-    let mut answer = String::new();
-    // A thread may send the last event, after `on-finish`.
-    while let Some(event) = events.blocking_recv() {
-        match event {
-            Event::Answer(piece) => answer += &piece,
-            Event::Finished(finished) => return (answer, finished.usage),
-            Event::Failed(error) => panic!("{error}"),
-            _ => {}
-        }
-    }
-    panic!("no end")
 }
 
 fn replies(decoder: &mut Decoder, requests: Vec<Request>) -> Vec<(String, Usage)> {

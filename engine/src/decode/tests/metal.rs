@@ -4,55 +4,187 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
+use std::time::Instant;
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, fast};
 
-use super::scripted::{ask, family};
+use super::scripted::{ask, families, family, finish, reply, start_texts, turn};
 use super::{Decoder, load};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::config::{Compile, Config, DraftKind, Kernels};
 use crate::draft::probe_tokens;
-use crate::kernels::metal::{emulate, is_enabled};
-use crate::measure::verify::{DecodePath, verify};
+use crate::kernels::metal::{emulate, is_enabled, launches, take_fault};
+use crate::measure::verify::{DecodePath, paths, verify};
 use crate::model::Pass;
 use crate::nn::token_ids;
+use crate::request::{RawPrompt, Request};
 
-/// Chunks, restored state, rejected and accepted drafts, batches and preemption: each reply is the plain one, which is that of
-/// MLX's operations.
+/// The kernels, and families for which each must run; it may run for others.
+const KERNELS: [(&str, &[&str]); 6] = [
+    ("attention", &["qwen3", "qwen3_5", "qwen3_next"]),
+    ("experts_down", &["qwen3_next_4bit"]),
+    (
+        "gated_delta",
+        &[
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "qwen3_next_4bit",
+        ],
+    ),
+    (
+        "heads",
+        &[
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "glm4_moe",
+            "nemotron_h",
+            "qwen3",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_moe",
+            "qwen3_next",
+        ],
+    ),
+    ("packed_rows", &["gemma4_moe_4bit", "qwen3_next_4bit"]),
+    (
+        "rewind",
+        &[
+            "falcon_h1",
+            "granitemoehybrid",
+            "mamba2",
+            "nemotron_h",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_next",
+            "qwen3_next_4bit",
+        ],
+    ),
+];
+
+/// Every family of the fixtures, on every path of `verify` and preempted as well: each reply is the plain one, which is that
+/// of MLX's operations.
 #[test]
-fn replies_through_metal_kernels_are_equal_on_every_path() {
-    let paths = [
-        DecodePath::Plain,
-        DecodePath::Chunked(7),
-        DecodePath::Resumed,
-        DecodePath::Rewound,
-        DecodePath::Drafted(DraftKind::Ngram),
-        DecodePath::Batched(5, None),
-        DecodePath::Batched(4, Some(DraftKind::Ngram)),
-        DecodePath::Preempted(Some(DraftKind::Ngram)),
-    ];
-    for name in ["qwen3_next_4bit", "qwen3_5_moe"] {
+fn replies_of_every_family_through_metal_kernels_are_equal_on_every_path() {
+    const TOKENS: usize = 8;
+    let config = |kernels| {
+        let mut config = Config::default();
+        config.engine.prefill_chunk = 16;
+        config.model.kernels = kernels;
+        config.model.compile = Compile::Off;
+        config
+    };
+    // Bytes of the smallest vocabulary, something to draft, and few: the emulation is slow.
+    let request = || Request { ignores_end: true, ..ask("a cat, a cat", false, TOKENS as u32) };
+    let families = families();
+    let plain: Vec<Vec<u32>> = families
+        .iter()
+        .map(|name| {
+            let mut decoder = family(name, config(Kernels::Mlx), false);
+            assert!(!is_enabled());
+            let outcomes = verify(&mut decoder, &[request()], &[DecodePath::Plain], TOKENS, |_| ());
+            outcomes.unwrap().swap_remove(0).replies.swap_remove(0)
+        })
+        .collect();
+    // From here on, kernels of this test's thread are emulated.
+    emulate(steersman_metal_emulation::compile);
+    for (name, plain) in families.iter().zip(&plain) {
+        assert_eq!(plain.len(), TOKENS, "{name}");
+        let start = Instant::now();
+        let before = KERNELS.map(|(kernel, _)| launches(kernel));
+        let mut decoder = family(name, config(Kernels::Auto), false);
+        assert!(is_enabled());
+        let mut paths = paths(&decoder).unwrap();
+        paths.extend([None, Some(DraftKind::Ngram)].map(DecodePath::Preempted));
+        for outcome in verify(&mut decoder, &[request()], &paths, TOKENS, |_| ()).unwrap() {
+            assert!(outcome.holds(), "{name}: {outcome:?}");
+            assert_eq!(&outcome.replies[0], plain, "{name}: {outcome:?}");
+            let was_taken = match outcome.path {
+                DecodePath::Resumed => outcome.cached > 0,
+                DecodePath::Rewound => outcome.drafted[0] > outcome.drafted[1],
+                _ => true,
+            };
+            assert!(was_taken, "{name}: {outcome:?}");
+        }
+        let mut ran = String::new();
+        for ((kernel, families), before) in KERNELS.into_iter().zip(before) {
+            let count = launches(kernel) - before;
+            assert!(count > 0 || !families.contains(&&**name), "{name}: {kernel} is not used");
+            assert_eq!(take_fault(kernel), None, "{name}: {kernel}");
+            if count > 0 {
+                ran += &format!(", {count} launches of {kernel}");
+            }
+        }
+        eprintln!("{name}: {:.1} s{ran}", start.elapsed().as_secs_f32());
+    }
+    for family in KERNELS.iter().flat_map(|(_, families)| *families) {
+        assert!(families.iter().any(|name| name == family), "{family}");
+    }
+}
+
+/// A request whose prompt begins with the same 600 tokens as all others, and has 12 of its own.
+fn behind_a_prefix(own: u32) -> Request {
+    let tokens = (0..600).map(|i| 3 + i % 90).chain((0..12).map(|i| 100 + (own + i) % 40));
+    Request {
+        prompt: Some(RawPrompt::Tokens(tokens.collect())),
+        messages: Vec::new(),
+        reasoning: None,
+        ignores_end: true,
+        ..ask("", false, 6)
+    }
+}
+
+/// Requests that arrive together behind one prefix have its rows once: the kernel reads them where they lie, and the rest of
+/// their prompts, more rows than it takes, runs over a joined view. Each reply is the one that it has alone, by MLX's
+/// operations.
+#[test]
+fn requests_behind_one_prefix_share_its_rows_on_metal() {
+    for (name, streams) in [("qwen3", 32), ("qwen3_5", 6)] {
         let config = |kernels| {
             let mut config = Config::default();
-            config.engine.prefill_chunk = 16;
+            config.engine.max_running = streams;
             config.model.kernels = kernels;
             config.model.compile = Compile::Off;
             config
         };
-        let request = || ask("Where does the fox live?", false, 8);
+        let requests = || (0..streams as u32).map(behind_a_prefix);
         let mut plain = family(name, config(Kernels::Mlx), false);
-        assert!(!is_enabled());
-        let expected = verify(&mut plain, &[request()], &[DecodePath::Plain], 8, |_| ()).unwrap();
+        assert!(!plain.saved.prefixes().shares());
+        let alone = |request| {
+            let events = start_texts(&mut plain, vec![request]);
+            finish(&mut plain);
+            events.into_iter().map(|events| reply(events).0).next().unwrap()
+        };
+        let expected: Vec<String> = requests().map(alone).collect();
+        drop(plain);
         emulate(steersman_metal_emulation::compile);
         let mut decoder = family(name, config(Kernels::Auto), false);
-        assert!(is_enabled());
-        for outcome in verify(&mut decoder, &[request()], &paths, 8, |_| ()).unwrap() {
-            assert!(outcome.holds(), "{name}: {outcome:?}");
-            if outcome.path == DecodePath::Plain {
-                assert_eq!(outcome.replies, expected[0].replies, "{name}");
+        assert!(is_enabled() && decoder.saved.prefixes().shares());
+        let events = start_texts(&mut decoder, requests().collect());
+        let mut most = 0;
+        while decoder.schedule.queue().waiting() > 0 || !decoder.schedule.running().is_empty() {
+            turn(&mut decoder);
+            let caches: Vec<&Cache> =
+                decoder.schedule.running().iter().map(|s| s.timeline().cache()).collect();
+            if caches.len() == streams && caches.iter().all(|cache| cache.position > 612) {
+                let own = |cache: &&Cache| cache.capacity_at(cache.position) - cache.shared_count();
+                let rows: usize = caches.iter().map(own).sum();
+                assert!(caches.iter().all(|cache| cache.shared_count() >= 512), "{name}");
+                // One buffer has the shared rows; one or two blocks have the own rows of each request.
+                let all = decoder.saved.prefixes().shared_bytes();
+                let row = caches[0].shareable_bytes(1, 4);
+                assert!(all <= 768 * row, "{name}: {all} bytes");
+                assert!(rows <= 128 * streams, "{name}: {rows} rows");
+                most += 1;
             }
         }
+        assert!(most > 0, "{name}: they did not run at the same time");
+        let replies: Vec<String> = events.into_iter().map(|events| reply(events).0).collect();
+        assert_eq!(replies, expected, "{name}");
     }
 }
 
@@ -60,7 +192,7 @@ fn replies_through_metal_kernels_are_equal_on_every_path() {
 type Operations = BTreeMap<String, usize>;
 
 /// Operations that are views of their input, which a GPU does not run.
-const VIEWS: [&str; 10] = [
+const VIEWS: [&str; 11] = [
     "AsStrided",
     "Broadcast",
     "ExpandDims",
@@ -71,6 +203,8 @@ const VIEWS: [&str; 10] = [
     "Squeeze",
     "Transpose",
     "Unflatten",
+    // Under the emulation only: outputs of one kernel with several types.
+    "View",
 ];
 
 /// What a layer is made of.
@@ -121,7 +255,7 @@ fn on_metal(mut operations: Operations, rows: i32) -> Operations {
     operations
 }
 
-/// The operations of each layer of the bundled model, and whether it is recurrent.
+/// The operations of each layer of the model, and whether it is recurrent.
 fn layers(decoder: &Decoder, streams: usize, rows: usize) -> Vec<(bool, Operations)> {
     let mut caches: Vec<Cache> = (0..streams).map(|_| decoder.empty_cache()).collect();
     // The first pass: the graphs are made, and no kernel runs. Attention makes the buffers of its cache in it, too.
@@ -190,11 +324,21 @@ fn operations_of(array: &Array) -> Operations {
 /// Most operations and dispatches of a layer with its feed-forward block, by streams and rows of each: of a recurrent layer
 /// and of one with attention, with MLX's operations alone, as a CPU builds them, and with our kernels, as Metal builds them.
 /// The aim is 16 and 14 for one stream: one of the dispatches of attention makes the buffers of its cache, which later passes
-/// do not. mlx-lm 0.32.2 has 27 dispatches for a GatedDeltaNet layer and a token, counted by hand.
+/// do not. mlx-lm 0.32.2 has 27 dispatches for a GatedDeltaNet layer and a token, counted by hand. With 8 streams, attention
+/// has 12 dispatches and 2 for each stream: one writes to its cache, because MLX orders kernels by the buffers that they
+/// declare as outputs, and a kernel cannot declare one that exists; the other one makes the buffers of the cache.
 const MOST: [(usize, usize, [[Count; 2]; 2]); 3] = [
     (1, 1, [[count(85, 49), count(148, 80)], [count(11, 10), count(23, 14)]]),
     (1, 4, [[count(111, 68), count(158, 84)], [count(11, 10), count(23, 14)]]),
-    (8, 1, [[count(92, 51), count(321, 123)], [count(13, 10), count(117, 36)]]),
+    (8, 1, [[count(92, 51), count(321, 123)], [count(13, 10), count(61, 28)]]),
+];
+
+/// The same for layers with experts and a shared one: 8 of the dispatches are those of the feed-forward block, three of them
+/// our kernels.
+const MOST_WITH_EXPERTS: [(usize, usize, [[Count; 2]; 2]); 3] = [
+    (1, 1, [[count(120, 68), count(183, 99)], [count(18, 14), count(30, 18)]]),
+    (1, 4, [[count(146, 87), count(193, 103)], [count(18, 14), count(30, 18)]]),
+    (8, 1, [[count(127, 70), count(356, 142)], [count(20, 14), count(124, 40)]]),
 ];
 
 const fn count(operations: usize, dispatches: usize) -> Count {
@@ -203,6 +347,16 @@ const fn count(operations: usize, dispatches: usize) -> Count {
 
 #[test]
 fn layers_on_metal_have_few_operations() {
+    check_counts(load, MOST);
+}
+
+#[test]
+fn layers_with_experts_on_metal_have_few_operations() {
+    check_counts(|config| family("qwen3_next_4bit", config, false), MOST_WITH_EXPERTS);
+}
+
+/// Compares the counts of the model that `load` loads with the table.
+fn check_counts(load: fn(Config) -> Decoder, table: [(usize, usize, [[Count; 2]; 2]); 3]) {
     let decoder = |kernels| {
         let mut config = Config::default();
         config.model.kernels = kernels;
@@ -210,24 +364,26 @@ fn layers_on_metal_have_few_operations() {
         load(config)
     };
     let plain = decoder(Kernels::Mlx);
-    let plain = MOST.map(|(streams, rows, _)| most(&layers(&plain, streams, rows)));
+    let plain = table.map(|(streams, rows, _)| most(&layers(&plain, streams, rows)));
     emulate(steersman_metal_emulation::compile);
     let own = decoder(Kernels::Auto);
     assert!(is_enabled());
-    let own = MOST.map(|(streams, rows, _)| {
+    let own = table.map(|(streams, rows, _)| {
         let mut layers = layers(&own, streams, rows);
         for (_, operations) in &mut layers {
             *operations = on_metal(std::mem::take(operations), i32::try_from(rows).unwrap());
         }
         most(&layers)
     });
-    for ((streams, rows, most), counts) in MOST.into_iter().zip(plain.into_iter().zip(own)) {
-        for (most, counts) in most.into_iter().zip([counts.0, counts.1]) {
-            for (most, count) in most.into_iter().zip(counts) {
-                let is_within =
-                    count.operations <= most.operations && count.dispatches <= most.dispatches;
-                assert!(is_within, "{streams} streams, {rows} rows: {count:?}, at most {most:?}");
-            }
-        }
+    let counts: Vec<[[Count; 2]; 2]> = plain.into_iter().zip(own).map(|(a, b)| [a, b]).collect();
+    let is_within = |most: &Count, count: &Count| {
+        count.operations <= most.operations && count.dispatches <= most.dispatches
+    };
+    for ((streams, rows, most), own) in table.iter().zip(&counts) {
+        let pairs = most.iter().flatten().zip(own.iter().flatten());
+        assert!(
+            pairs.into_iter().all(|(most, count)| is_within(most, count)),
+            "{streams} streams, {rows} rows: at most {most:?}, all: {counts:?}"
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! Small seeded models of several families with a tokenizer of single bytes, and scripted policies.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mlx_rs::Array;
@@ -37,6 +37,21 @@ pub const CLOSE_REASONING: u32 = 253;
 pub const OPEN_REASONING: u32 = 254;
 pub const END: u32 = 255;
 
+/// The families that there are fixtures of.
+pub fn families() -> Vec<String> {
+    let entries = std::fs::read_dir(fixtures()).unwrap().map(|entry| entry.unwrap());
+    // macOS adds files of its own to folders.
+    let folders = entries.filter(|entry| entry.path().is_dir());
+    let mut names: Vec<String> =
+        folders.map(|folder| folder.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families")
+}
+
 /// A family's model with a vocabulary in which every byte is a token. The tags of tool calls are tokens
 /// if `call_tokens`, else text.
 pub fn family(name: &str, config: Config, call_tokens: bool) -> Decoder {
@@ -70,14 +85,17 @@ pub fn family_of_messages(name: &str, config: Config) -> Decoder {
     with_tokens(name, config, added.try_into().unwrap(), template)
 }
 
-/// A family's model in which every byte is a token; `added` are the last ones.
+/// A family's model in which every byte is a token, as far as its vocabulary reaches; `added` are the last ones.
 fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str) -> Decoder {
     let folder = tempfile::tempdir().unwrap();
-    let family =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families").join(name);
+    let family = fixtures().join(name);
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(family.join(file), folder.path().join(file)).unwrap();
     }
+    let of_model = std::fs::read_to_string(family.join("config.json")).unwrap();
+    let of_model: Value = serde_json::from_str(&of_model).unwrap();
+    let size = of_model["vocab_size"].as_u64().or(of_model["text_config"]["vocab_size"].as_u64());
+    let bytes = size.map_or(256, |size| size.min(256)) as u32 - added.len() as u32;
     // GPT-2's characters for bytes: bytes that cannot be printed are numbered from U+0100 on.
     let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
     let letter = |byte: u32| {
@@ -85,8 +103,9 @@ fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str)
         let code = if hidden(&byte) { number } else { byte };
         char::from_u32(code).unwrap().to_string()
     };
-    let vocab: Map<String, Value> = (0..247).map(|byte| (letter(byte), byte.into())).collect();
-    let added: Vec<Value> = (247..)
+    let vocab: Map<String, Value> = (0..bytes).map(|byte| (letter(byte), byte.into())).collect();
+    let end = bytes + added.len() as u32 - 1;
+    let added: Vec<Value> = (bytes..)
         .zip(added)
         .map(|(id, content)| {
             let special = content != "<think>" && content != "</think>";
@@ -94,14 +113,14 @@ fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str)
                 "lstrip": false, "rstrip": false, "normalized": false})
         })
         .collect();
-    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+    let split = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
         "use_regex": false});
-    let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": bytes,
-        "decoder": bytes, "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+    let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": split,
+        "decoder": split, "model": {"type": "BPE", "vocab": vocab, "merges": []}});
     for (file, text) in [
         ("tokenizer.json", tokenizer.to_string()),
         ("tokenizer_config.json", json!({"chat_template": template}).to_string()),
-        ("generation_config.json", json!({"eos_token_id": END}).to_string()),
+        ("generation_config.json", json!({"eos_token_id": end}).to_string()),
     ] {
         std::fs::write(folder.path().join(file), text).unwrap();
     }
@@ -291,6 +310,21 @@ pub fn finish(decoder: &mut Decoder) {
     {
         turn(decoder);
     }
+}
+
+/// The answer and the usage of a request that has succeeded.
+pub fn reply(mut events: mpsc::UnboundedReceiver<Event>) -> (String, Usage) {
+    let mut answer = String::new();
+    // A thread may send the last event, after `on-finish`.
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            Event::Answer(piece) => answer += &piece,
+            Event::Finished(finished) => return (answer, finished.usage),
+            Event::Failed(error) => panic!("{error}"),
+            _ => {}
+        }
+    }
+    panic!("no end")
 }
 
 /// A reply, and what the client received.

@@ -7,7 +7,7 @@ use steersman_cpu_kernels::{self as kernels, Attention, Norm, Rotation, Sequence
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::kernels::{Destination, HeadsView, NormView, Outputs, RotationView};
+use crate::kernels::{Destination, HeadsView, LaunchSpan, NormView, Outputs, RotationView};
 
 /// Parameters before those of the spans.
 const FIXED: usize = 9;
@@ -50,14 +50,16 @@ pub fn heads(
     ];
     debug_assert_eq!(parameters.len(), FIXED);
     for to in destinations {
-        let shared = to.buffers.shared.map_or(0, |shared| shared.rows);
-        parameters.extend([to.rows, to.position, to.buffers.len, shared]);
+        let LaunchSpan { rows, position, buffers } = to.span;
+        let shared = buffers.shared.map_or(0, |shared| shared.rows);
+        parameters.extend([rows, position, buffers.len, shared]);
     }
     // What is not given is not read.
     let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| norm.weight));
     let mut inputs = vec![q, k, v, q_weight, k_weight, frequencies.unwrap_or(q)];
-    inputs.extend(destinations.iter().map(|to| to.buffers.own));
-    inputs.extend(destinations.iter().map(|to| to.buffers.shared.map_or(q, |kv| &kv.buffer)));
+    let buffers = || destinations.iter().map(|to| to.span.buffers);
+    inputs.extend(buffers().map(|buffers| buffers.own));
+    inputs.extend(buffers().map(|buffers| buffers.shared.map_or(q, |kv| &*kv.buffer)));
     // Not read: MLX runs them first, which it would not do for the writes of an earlier pass that nothing has evaluated.
     inputs.extend(destinations.iter().filter_map(|to| to.after));
     let shape = [1, q.dim(1), h * head_dim];

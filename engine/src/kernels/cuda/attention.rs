@@ -3,9 +3,10 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::kernel::{LaunchSpan, SPANS};
+use super::kernel::SPANS;
 use super::{Kernel, Launch, is_enabled};
 use crate::error::Result;
+use crate::kernels::LaunchSpan;
 
 const KERNEL: Kernel = Kernel {
     name: "attention",
@@ -37,11 +38,18 @@ const ROWS_TIMES_KEYS: i64 = 1 << 17;
 
 /// Whether the kernel takes these spans in one launch: the rows of each, and the keys that its last row sees.
 pub fn takes(spans: impl Iterator<Item = (i32, i32)>) -> bool {
-    let (mut most, mut total, mut longest) = (0, 0, 0);
+    let (mut count, mut most, mut total, mut longest) = (0, 0, 0, 0);
     for (rows, keys) in spans {
         (most, total, longest) = (rows.max(most), total + i64::from(rows), keys.max(longest));
+        count += 1;
     }
-    most <= FEW || (most <= ROWS && total * i64::from(longest) <= ROWS_TIMES_KEYS)
+    let is_small = most <= ROWS && total * i64::from(longest) <= ROWS_TIMES_KEYS;
+    count <= SPANS && (most <= FEW || is_small)
+}
+
+/// Whether there is a kernel for queries [1, R, H_q, D] and this number of key heads.
+pub fn has_attention(q: &Array, kv_heads: i32) -> bool {
+    is_enabled() && [64, 96, 128, 192, 256].contains(&q.dim(3)) && q.dim(2) % kv_heads == 0
 }
 
 /// Keys of a part. A constant, so that the order of sums depends on the length of a span only.
@@ -58,22 +66,15 @@ const THREADS: i32 = 256;
 pub struct Gates<'a>(pub &'a Array);
 
 /// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span: [1, R, H_q D], times the sigmoid of
-/// `gates`. `None` if there is no kernel for the shape.
+/// `gates`. [`has_attention`] and [`takes`] must be true.
 pub fn attention(
     q: &Array,
     scale: f32,
     spans: &[LaunchSpan<'_>],
     gates: Option<Gates<'_>>,
-) -> Result<Option<Array>> {
+) -> Result<Array> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let kv_heads = spans[0].buffers.own.dim(1) / 2;
-    let fits = spans.len() <= SPANS
-        && takes(spans.iter().map(|span| (span.rows, span.keys())))
-        && [64, 96, 128, 192, 256].contains(&dim)
-        && heads % kv_heads == 0;
-    if !is_enabled() || !fits || !crate::kernels::KernelKind::Attention.is_on() {
-        return Ok(None);
-    }
     let dtype = q.dtype();
     let count = i32::try_from(spans.len()).expect("a few spans");
     let longest = spans.iter().map(LaunchSpan::keys).max().unwrap_or_default();
@@ -113,5 +114,5 @@ pub fn attention(
         threads: dim,
         shared: 0,
     })?;
-    Ok(outputs.into_iter().next())
+    Ok(outputs.into_iter().next().expect("`run` returns as many arrays as there are outputs"))
 }

@@ -6,7 +6,9 @@ use mlx_rs::{Array, Dtype};
 use super::tiled::QUANTIZATION;
 use super::{Kernel, Launch, is_enabled};
 use crate::error::Result;
-use crate::kernels::{ExpertsView, Input, Mode, NormView, PackedView, Quantization, SharedGate};
+use crate::kernels::{
+    ExpertsView, Input, Mode, NormView, PackedView, Quantization, Rows, SharedGate,
+};
 
 const CHOOSE: Kernel = Kernel {
     name: "choose",
@@ -121,11 +123,7 @@ fn launch<'a>(
     }
 }
 
-/// A product of rows: the scores of the router, or the shared expert.
-type Rows<'a> = &'a dyn Fn(Input<'_>) -> Result<Array>;
-
-/// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
-/// `router` computes the scores of all experts [1, R, E], `shared` the shared expert without its gate, if there is one.
+/// As [`crate::kernels::experts`].
 pub fn experts(
     moe: &ExpertsView<'_>,
     x: &Array,
@@ -138,7 +136,6 @@ pub fn experts(
     let Some((gate_kind, gate_arrays)) = shared_gate(moe.shared_gate, x) else { return Ok(None) };
     let [count, f] = [gate[0].dim(0), gate[0].dim(1)];
     let fits = is_enabled()
-        && crate::kernels::KernelKind::Experts.is_on()
         && rows <= ROWS
         && moe.top_k <= TOP_K
         && count <= EXPERTS

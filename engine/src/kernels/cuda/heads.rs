@@ -3,11 +3,10 @@
 use mlx_rs::Array;
 
 use super::attention::{Gates, attention, takes};
-use super::kernel::{LaunchSpan, SPANS};
 use super::{Kernel, Launch, is_enabled};
 use crate::cache::Span;
 use crate::error::Result;
-use crate::kernels::{Destination, HeadsRows, HeadsView, NormView, Outputs};
+use crate::kernels::{Destination, HeadsRows, HeadsView, LaunchSpan, NormView, Outputs};
 
 const KERNEL: Kernel = Kernel {
     name: "heads",
@@ -31,7 +30,6 @@ pub fn has_heads(heads: &HeadsView<'_>, spans: &[Span<'_>]) -> bool {
         _ => false,
     };
     is_enabled()
-        && spans.len() <= SPANS
         && takes(spans.iter().map(|span| (span.rows, span.offset() + span.rows)))
         && rotates
         && alike
@@ -39,25 +37,19 @@ pub fn has_heads(heads: &HeadsView<'_>, spans: &[Span<'_>]) -> bool {
 }
 
 /// [`crate::kernels::heads`]
-pub fn attend_heads<'a>(
+pub fn attend_heads(
     of: &HeadsView<'_>,
     projected: &Outputs<3>,
     scale: f32,
-    destinations: &[Destination<'a>],
+    destinations: &[Destination<'_>],
 ) -> Result<HeadsRows> {
     let first = match projected {
         Outputs::Joined(all) => all,
         Outputs::Apart([q, ..]) => q,
     };
-    let span = |to: &Destination<'a>| LaunchSpan {
-        rows: to.rows,
-        position: to.position,
-        buffers: to.buffers,
-    };
-    let spans: Vec<LaunchSpan<'_>> = destinations.iter().map(span).collect();
+    let spans: Vec<LaunchSpan<'_>> = destinations.iter().map(|to| to.span).collect();
     let q = heads(of, projected, &spans)?;
     let mixed = attention(&q, scale, &spans, of.gated.then_some(Gates(first)))?;
-    let mixed = mixed.expect("checked by `has_heads`");
     Ok(HeadsRows { mixed, written_with: q })
 }
 

@@ -21,6 +21,7 @@ use super::Capability;
 use super::compiler::Compiler;
 use crate::cache::Buffers;
 use crate::error::{Error, Result};
+use crate::kernels::LaunchSpan;
 
 /// The code of each variant's name. MLX refers to it until the process ends.
 static CODE: Mutex<BTreeMap<CString, &'static [u8]>> = Mutex::new(BTreeMap::new());
@@ -51,7 +52,11 @@ pub struct Launch<'a> {
     pub outputs: &'a [(&'a [i32], Dtype)],
     /// One for each name.
     pub numbers: &'a [i32],
-    /// Spans of the pass, at most [`SPANS`], if the kernel reads or writes their caches.
+    /// Spans of the pass, at most [`SPANS`], if the kernel reads or writes their caches. With a span's index, these are the
+    /// names that a kernel's text has for it: `kv0`, the buffer of own rows, and `shared0`, then `first0`, the first of its
+    /// rows in the launch, `rows0`, `position0`, `place0`, the place of the first in the buffer, `capacity0`,
+    /// `shared_rows0` and `shared_capacity0`. `EACH_SPAN(X)` is `X(0) X(1) ..`. They are parameters, because a GPU waits
+    /// long for an array that the host has just written.
     pub spans: &'a [LaunchSpan<'a>],
     /// Integers known when the kernel is compiled. Each set of them is another variant.
     pub constants: &'a [(&'a str, i32)],
@@ -69,34 +74,6 @@ pub struct Launch<'a> {
 
 /// Most spans of a launch.
 pub const SPANS: usize = 32;
-
-/// A span's rows in a launch, and its keys and values. With its index, these are the names that a kernel's text has for
-/// them: `kv0`, the buffer of own rows, and `shared0`, then `first0`, the first of its rows in the launch, `rows0`,
-/// `position0`, `place0`, the place of the first in the buffer, `capacity0`, `shared_rows0` and `shared_capacity0`.
-/// `EACH_SPAN(X)` is `X(0) X(1) ..`. They are parameters, because a GPU waits long for an array that the host has just
-/// written.
-#[derive(Debug, Clone, Copy)]
-pub struct LaunchSpan<'a> {
-    /// Number of rows.
-    pub rows: i32,
-    /// Position of the first.
-    pub position: i32,
-    /// Buffers before the rows are appended.
-    pub buffers: Buffers<'a>,
-}
-
-impl<'a> LaunchSpan<'a> {
-    /// The newest `rows` rows in `buffers`, which hold all positions.
-    pub fn appended(rows: i32, buffers: Buffers<'a>) -> Self {
-        let position = buffers.positions() - rows;
-        Self { rows, position, buffers: Buffers { len: buffers.len - rows, ..buffers } }
-    }
-
-    /// Keys that the last row sees.
-    pub fn keys(&self) -> i32 {
-        self.buffers.positions() + self.rows
-    }
-}
 
 /// Names of a span's buffers.
 const SPAN_BUFFERS: [&str; 2] = ["kv", "shared"];
@@ -125,7 +102,7 @@ impl<'a> Launch<'a> {
                 rows = 0;
             }
             // Without shared rows it is not read.
-            let (before, shared_rows) = shared.map_or((own, 0), |kv| (&kv.buffer, kv.rows));
+            let (before, shared_rows) = shared.map_or((own, 0), |kv| (&*kv.buffer, kv.rows));
             inputs.extend([own, before]);
             let numbers_of = [first, rows, position, len, own.dim(2), shared_rows, before.dim(2)];
             numbers.extend(numbers_of);

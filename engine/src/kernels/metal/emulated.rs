@@ -1,6 +1,7 @@
 //! Kernels on a CPU, as operations of MLX, for tests: an emulation compiles the text that a Mac would compile.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use mlx_rs::{Array, Dtype, Stream};
@@ -23,6 +24,8 @@ pub type Compile =
 
 thread_local! {
     static COMPILE: Cell<Option<Compile>> = const { Cell::new(None) };
+    /// How often this thread has launched each kernel.
+    static LAUNCHES: RefCell<HashMap<&'static str, usize>> = RefCell::default();
 }
 
 /// A kernel under the emulation.
@@ -57,7 +60,13 @@ pub fn take_fault(name: &str) -> Option<String> {
     Some(faults.remove(first).1)
 }
 
-/// The number of a new kernel.
+/// How often this thread has launched the kernel `name`.
+#[cfg(test)]
+pub fn launches(name: &str) -> usize {
+    LAUNCHES.with_borrow(|launches| launches.get(name).copied().unwrap_or_default())
+}
+
+/// The number of a new kernel. An input's type has `constant` before it if it is in that address space.
 pub fn compile(
     name: &'static str,
     header: &str,
@@ -81,6 +90,11 @@ pub fn run(
     groups: [i32; 3],
     threads: i32,
 ) -> Result<Vec<Array>> {
+    let name = {
+        let kernels = KERNELS.read().unwrap_or_else(PoisonError::into_inner);
+        kernels[usize::try_from(number).unwrap_or_default()].name
+    };
+    LAUNCHES.with_borrow_mut(|launches| *launches.entry(name).or_default() += 1);
     let handles: Vec<mlx_array> = inputs.iter().map(|input| input.as_ptr()).collect();
     // An operation on the CPU has results of one type. Those with wider elements have more of them, and are viewed.
     let narrow = outputs.iter().map(|&(_, dtype)| dtype).min_by_key(|dtype| width(*dtype));

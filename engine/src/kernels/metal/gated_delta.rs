@@ -10,7 +10,7 @@ use std::fmt::Write;
 
 use mlx_rs::{Array, Dtype};
 
-use super::kernel::BUFFERS;
+use super::kernel::{BUFFERS, choice};
 use super::{Kernel, LANES, Launch, is_enabled};
 use crate::cache::{Element, Writes};
 use crate::error::Result;
@@ -163,14 +163,4 @@ impl Batches {
         let places = (0i32..).zip(elements).map(|(i, _)| [0, i]).collect();
         Ok(Self { arrays: vec![Element::stack(elements.iter().copied())?], places })
     }
-}
-
-/// The i-th of the pointers `names`, as an expression.
-fn choice(names: &[&str]) -> String {
-    let (last, others) = names.split_last().expect("a pass has a sequence");
-    let mut text = String::from("(");
-    for (i, name) in others.iter().enumerate() {
-        let _ = write!(text, "(i) == {i} ? {name} : ");
-    }
-    text + last + ")"
 }

@@ -5,7 +5,7 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::{Kernel, LANES, Launch, is_enabled};
+use super::{Kernel, LANES, Launch, is_enabled, is_float};
 use crate::error::Result;
 use crate::kernels::{HeadsView, KernelKind, NormView, Outputs};
 
@@ -49,7 +49,7 @@ pub fn rotated_heads(
         && d % LANES == 0
         && d <= 256
         && norms_fit
-        && matches!(dtype, Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16)
+        && is_float(dtype)
         && rotation.is_none_or(|rotation| rotation.has_plain_halves && rotation.dims <= d);
     if !fits {
         return Ok(None);

@@ -10,7 +10,7 @@ use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{mlx_array, mlx_dtype};
 use sha2::{Digest, Sha256};
 
-use super::{emulated, failed};
+use super::{affine, emulated, failed};
 use crate::error::Result;
 
 /// Text before each kernel on a Mac. An array in threadgroup memory is a class under the emulation.
@@ -32,7 +32,7 @@ pub struct Kernel {
 
 /// One use of a kernel.
 pub struct Launch<'a> {
-    /// Definitions before the kernel.
+    /// Definitions before the kernel. One of [`affine::HEADER`] stands for its text: a header is hashed in each launch.
     pub header: String,
     /// Names and arrays. Those that are not contiguous in row-major order are copied. With the outputs, at most
     /// [`BUFFERS`].
@@ -139,9 +139,8 @@ impl Kernel {
     fn key(&self, launch: &Launch<'_>) -> Key {
         let mut numbers = vec![launch.dtype as i32, i32::from(emulated::is_emulated())];
         numbers.extend(launch.constants.iter().map(|&(_, value)| value));
-        // MLX passes inputs of fewer than 8 elements in another address space.
         let input =
-            |(_, array): &(&str, &Array)| [array.dtype() as i32, i32::from(array.size() < 8)];
+            |(_, array): &(&str, &Array)| [array.dtype() as i32, i32::from(is_constant(array))];
         numbers.extend(launch.inputs.iter().flat_map(input));
         numbers.extend(launch.outputs.iter().map(|&(_, _, dtype)| dtype as i32));
         Key { kernel: self.name, header: launch.header.clone(), numbers }
@@ -158,7 +157,7 @@ impl Kernel {
 
     fn on_device(&self, launch: &Launch<'_>, key: &Key) -> Result<Handle> {
         let body = self.body(launch, metal_type);
-        let header = format!("{HEADER}{}", launch.header);
+        let header = format!("{HEADER}{}", full(&launch.header));
         // MLX compiles a kernel again whenever another text has its name.
         let hash = Sha256::digest(format!("{header}{body}{:?}", key.numbers));
         let name = format!("steersman_{}_{}", self.name, hex::encode(&hash[..8]));
@@ -169,12 +168,29 @@ impl Kernel {
 
     fn emulated(&self, launch: &Launch<'_>) -> Result<i32> {
         let body = self.body(launch, emulated_type);
-        let inputs =
-            launch.inputs.iter().map(|&(name, array)| [emulated_type(array.dtype()), name]);
+        let kinds = launch.inputs.iter().map(|(name, array)| {
+            // MLX passes it as a reference.
+            debug_assert!(array.ndim() > 0, "{}: {name} has no dimensions", self.name);
+            let space = if is_constant(array) { "constant " } else { "" };
+            format!("{space}{}", emulated_type(array.dtype()))
+        });
+        let kinds: Vec<String> = kinds.collect();
+        let inputs: Vec<[&str; 2]> =
+            kinds.iter().zip(launch.inputs).map(|(kind, &(name, _))| [&**kind, name]).collect();
         let outputs = launch.outputs.iter().map(|&(name, _, dtype)| [emulated_type(dtype), name]);
-        let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.collect(), outputs.collect());
-        emulated::compile(self.name, &launch.header, &body, &inputs, &outputs)
+        let outputs: Vec<[&str; 2]> = outputs.collect();
+        emulated::compile(self.name, &full(&launch.header), &body, &inputs, &outputs)
     }
+}
+
+/// Whether MLX passes an input in the address space `constant` instead of `device`.
+fn is_constant(input: &Array) -> bool {
+    input.size() < 8
+}
+
+/// The header with the text that it includes.
+fn full(header: &str) -> String {
+    header.replace(affine::HEADER, affine::TEXT)
 }
 
 /// The type of an element in a kernel's text, as MLX names it.
@@ -288,6 +304,16 @@ impl Drop for Handle {
         // SAFETY: made by `new`, and freed once. Graphs that have it keep their own reference.
         unsafe { mlx_sys::mlx_fast_metal_kernel_free(self.raw) };
     }
+}
+
+/// The i-th of the pointers `names`, as an expression.
+pub fn choice(names: &[&str]) -> String {
+    let (last, others) = names.split_last().expect("there is a pointer");
+    let mut text = String::from("(");
+    for (i, name) in others.iter().enumerate() {
+        let _ = write!(text, "(i) == {i} ? {name} : ");
+    }
+    text + last + ")"
 }
 
 /// A list of strings, which the caller frees.

@@ -1,0 +1,3 @@
+#define ATTENTION BODY
+#define JOIN "../../src/kernels/metal/attention_join.metal"
+#include "attention.cuh"

@@ -1,0 +1,3 @@
+#define ATTENTION "../../src/kernels/metal/attention.metal"
+#define JOIN BODY
+#include "attention.cuh"
