@@ -270,6 +270,19 @@ fn gated_delta_equals_f64() {
     }
 }
 
+/// A kernel's text with another part.
+fn with_fault(kernel: Kernel, name: &'static str, part: &str, other: &str) -> Kernel {
+    assert_eq!(kernel.source.matches(part).count(), 1, "{part}");
+    Kernel { name, source: kernel.source.replace(part, other).leak() }
+}
+
+/// Expects the fault of the kernel `name` that was planted in an order of threads.
+fn expect_fault(order: Order, name: &str, expected: &str) {
+    let fault = take_fault(name);
+    let fault = fault.unwrap_or_else(|| panic!("{order:?}: {name} is not found"));
+    assert!(fault.contains(expected), "{order:?}: {name}: {fault}");
+}
+
 /// The output of the kernel's text with another part, for 6 rows, and the fault that the emulation found.
 fn planted(name: &'static str, part: &str, other: &str) -> (Array, Option<String>) {
     let source = include_str!("gated_delta.metal");
@@ -332,6 +345,7 @@ fn planted_faults_are_found_in_every_order() {
             assert!(fault.contains(expected), "{name}: {fault}");
         }
         experts::expect_planted_faults(order);
+        products::expect_planted_faults(order);
     }
     set_order(Order::Ascending);
 }
