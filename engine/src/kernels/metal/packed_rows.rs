@@ -10,13 +10,14 @@ use super::{Kernel, LANES, Launch, generation, is_enabled, is_float};
 use crate::error::Result;
 use crate::kernels::{KernelKind, PackedView};
 
-const KERNEL: Kernel = Kernel { name: "packed_rows", source: include_str!("packed_rows.metal") };
+pub const KERNEL: Kernel =
+    Kernel { name: "packed_rows", source: include_str!("packed_rows.metal") };
 
 /// The first generation of GPUs whose products MLX computes well: M3.
 const GENERATION: u32 = 15;
 
 /// Most rows of a product: the sums of 4 outputs stay in registers.
-const MOST_ROWS: usize = 8;
+const MOST_ROWS: i32 = 8;
 
 /// Simdgroups of a threadgroup, and outputs of each.
 const SIMDGROUPS: i32 = 2;
@@ -30,30 +31,35 @@ pub fn packed_rows(weight: &PackedView<'_>, x: &Array) -> Result<Option<Array>> 
         return Ok(None);
     }
     let Some(weight) = Affine::of(weight) else { return Ok(None) };
-    let inputs = x.dim(-1);
-    let rows = x.size() / usize::try_from(inputs.max(1)).unwrap_or(1);
-    let dtype = x.dtype();
+    let rows = rows_of(x);
     let fits = weight.words.ndim() == 2
-        && inputs == weight.inputs()
+        && x.dim(-1) == weight.inputs()
         && (2..=MOST_ROWS).contains(&rows)
-        && is_float(dtype);
-    if !fits {
-        return Ok(None);
-    }
-    let outputs = weight.outputs();
+        && is_float(x.dtype());
+    if fits { product(&KERNEL, &weight, x).map(Some) } else { Ok(None) }
+}
+
+/// The rows of `x` [.., in].
+fn rows_of(x: &Array) -> i32 {
+    x.shape()[..x.ndim() - 1].iter().product()
+}
+
+/// The product by `kernel`, for as many rows as there is a kernel for.
+pub fn product(kernel: &Kernel, weight: &Affine<'_>, x: &Array) -> Result<Array> {
+    let (outputs, dtype) = (weight.outputs(), x.dtype());
     let mut shape = x.shape().to_vec();
     *shape.last_mut().expect("rows have a dimension") = outputs;
     let each = SIMDGROUPS * OUTPUTS;
     let mut arrays = vec![("x", x)];
     arrays.extend(weight.named(["words", "scales", "biases"]));
-    let y = KERNEL.run(&Launch {
+    let y = kernel.run(&Launch {
         header: affine::HEADER.into(),
         inputs: &arrays,
         outputs: &[("y", &shape, dtype)],
         constants: &[
             ("N", outputs),
-            ("K", inputs),
-            ("ROWS", i32::try_from(rows).expect("at most 8")),
+            ("K", weight.inputs()),
+            ("ROWS", rows_of(x)),
             ("BITS", weight.bits),
             ("GROUP", weight.group_size),
         ],
@@ -61,5 +67,5 @@ pub fn packed_rows(weight: &PackedView<'_>, x: &Array) -> Result<Option<Array>> 
         groups: [1, (outputs + each - 1) / each, 1],
         threads: LANES * SIMDGROUPS,
     })?;
-    Ok(y.into_iter().next())
+    Ok(y.into_iter().next().expect("one output"))
 }

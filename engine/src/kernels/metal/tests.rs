@@ -271,6 +271,19 @@ fn gated_delta_equals_f64() {
     }
 }
 
+/// A kernel's text with another part.
+fn with_fault(kernel: Kernel, name: &'static str, part: &str, other: &str) -> Kernel {
+    assert_eq!(kernel.source.matches(part).count(), 1, "{part}");
+    Kernel { name, source: kernel.source.replace(part, other).leak() }
+}
+
+/// Expects the fault of the kernel `name` that was planted in an order of threads.
+fn expect_fault(order: Order, name: &str, expected: &str) {
+    let fault = take_fault(name);
+    let fault = fault.unwrap_or_else(|| panic!("{order:?}: {name} is not found"));
+    assert!(fault.contains(expected), "{order:?}: {name}: {fault}");
+}
+
 /// The text without each of its barriers, and the line of that barrier.
 fn without_barriers(source: &str) -> Vec<(usize, String)> {
     let barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);";
@@ -338,6 +351,7 @@ fn planted_faults_are_found_in_every_order() {
             assert!(fault.contains(expected), "{name}: {fault}");
         }
         experts::expect_planted_faults(order);
+        products::expect_planted_faults(order);
     }
     set_order(Order::Ascending);
 }

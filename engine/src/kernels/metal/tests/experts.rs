@@ -8,7 +8,7 @@ use steersman_metal_emulation::Order;
 use super::super::experts::{Choice, Experts, KERNELS};
 use super::super::kernel::Kernel;
 use super::super::{launches, take_fault};
-use super::enable;
+use super::{enable, expect_fault, with_fault};
 use crate::kernels::tests::{error, normal};
 use crate::kernels::{self, Input, Rows};
 use crate::nn::{
@@ -235,12 +235,6 @@ fn scores_that_are_no_numbers_make_shares_that_are_none() {
     assert!(shares.as_slice::<f32>().iter().all(|share| share.is_nan()));
 }
 
-/// A kernel's text with another part.
-fn planted(kernel: Kernel, name: &'static str, part: &str, other: &str) -> Kernel {
-    assert_eq!(kernel.source.matches(part).count(), 1, "{part}");
-    Kernel { name, source: kernel.source.replace(part, other).leak() }
-}
-
 /// Expects each of these faults to be found in an order of threads, and none in the kernels as they
 /// are. A fault of a kernel ends the test of it: the next one would read what is no expert.
 pub fn expect_planted_faults(order: Order) {
@@ -274,11 +268,6 @@ pub fn expect_planted_faults(order: Order) {
     for kernel in [KERNELS.choose, KERNELS.gate_up, KERNELS.down] {
         assert_eq!(take_fault(kernel.name), None, "{order:?}");
     }
-    let expect = |name: &str, expected: &str| {
-        let fault = take_fault(name);
-        let fault = fault.unwrap_or_else(|| panic!("{order:?}: {name} is not found"));
-        assert!(fault.contains(expected), "{order:?}: {name}: {fault}");
-    };
     let barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);";
     for (name, part, other, expected) in [
         ("down: barrier", barrier, "", "without a barrier"),
@@ -286,8 +275,8 @@ pub fn expect_planted_faults(order: Order) {
         ("down: rows", "if (own < OUTS)", "if (own < OUTS - 1)", "was not written"),
         ("down: past", "out[i] =", "out[i + OUTS] =", "beside its elements"),
     ] {
-        down(planted(KERNELS.down, name, part, other));
-        expect(name, expected);
+        down(with_fault(KERNELS.down, name, part, other));
+        expect_fault(order, name, expected);
     }
     for (name, part, other, expected) in [
         (
@@ -298,8 +287,8 @@ pub fn expect_planted_faults(order: Order) {
         ),
         ("gate_up: past", "mid[pair * F +", "mid[(pair + 1) * F +", "beside its elements"),
     ] {
-        gate_up(planted(KERNELS.gate_up, name, part, other));
-        expect(name, expected);
+        gate_up(with_fault(KERNELS.gate_up, name, part, other));
+        expect_fault(order, name, expected);
     }
     for (name, part, other, expected) in [
         ("choose: rows", "if (lane < TOP_K)", "if (lane < TOP_K - 1)", "was not written"),
@@ -311,14 +300,14 @@ pub fn expect_planted_faults(order: Order) {
         ),
         ("choose: branch", "(simdgroup_index_in_threadgroup > 0)", "(lane > 0)", "collective"),
     ] {
-        choose(planted(KERNELS.choose, name, part, other));
-        expect(name, expected);
+        choose(with_fault(KERNELS.choose, name, part, other));
+        expect_fault(order, name, expected);
     }
     // What is read beside an input is not a number, and what belongs to another row changes the
     // result.
-    let other = planted(KERNELS.down, "down: inputs", "at < F;", "at < F + PACK;");
+    let other = with_fault(KERNELS.down, "down: inputs", "at < F;", "at < F + PACK;");
     assert_ne!(error(&down(other), &y), 0.0, "{order:?}");
-    let other = planted(KERNELS.gate_up, "gate_up: inputs", "at < D;", "at < D + PACK;");
+    let other = with_fault(KERNELS.gate_up, "gate_up: inputs", "at < D;", "at < D + PACK;");
     assert_ne!(error(&gate_up(other), &mid), 0.0, "{order:?}");
     assert_eq!(error(&down(KERNELS.down), &y), 0.0, "{order:?}");
 }

@@ -3,9 +3,13 @@
 use mlx_rs::Dtype;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
+use steersman_metal_emulation::Order;
 
-use super::super::packed_rows;
-use super::enable;
+use super::super::affine::Affine;
+use super::super::kernel::Kernel;
+use super::super::packed_rows::{KERNEL, packed_rows, product};
+use super::super::take_fault;
+use super::{enable, expect_fault, with_fault};
 use crate::kernels::tests::{error, normal};
 use crate::nn::{Mode, Packed, Quantization};
 
@@ -49,4 +53,35 @@ fn one_row_or_many_are_left_to_mlx() {
         packed_rows(&weight.view(), &x).unwrap().is_some()
     };
     assert_eq!([1, 2, 8, 9].map(has_kernel), [false, true, true, false]);
+}
+
+/// Expects each of these faults to be found in an order of threads, and none in the kernel as it
+/// is.
+pub fn expect_planted_faults(order: Order) {
+    let quantization = Quantization { group_size: 32, bits: 5, mode: Mode::Affine };
+    let weight = Packed::quantize(&normal(1, &[21, 96], Dtype::Float32), quantization);
+    let x = normal(2, &[1, 3, 96], Dtype::Float32);
+    let run = |kernel: Kernel| {
+        let y = product(&kernel, &Affine::of(&weight.view()).unwrap(), &x).unwrap();
+        eval([&y]).unwrap();
+        y
+    };
+    let right = run(KERNEL);
+    assert_eq!(take_fault(KERNEL.name), None, "{order:?}");
+    for (name, part, other, expected) in [
+        ("products: bound", "first + o < N)", "first + o < N + 1)", "beside its elements"),
+        ("products: rows", "first + o < N)", "first + o < N - 1)", "was not written"),
+        (
+            "products: lanes",
+            "= simd_sum(sums[o][r]);",
+            "= lane == 3 ? 0 : simd_sum(sums[o][r]);",
+            "collective",
+        ),
+    ] {
+        run(with_fault(KERNEL, name, part, other));
+        expect_fault(order, name, expected);
+    }
+    // Weights beside the last ones make what is no number.
+    let other = with_fault(KERNEL, "products: inputs", "at < K;", "at < K + PACK;");
+    assert_ne!(error(&run(other), &right), 0.0, "{order:?}");
 }
