@@ -123,6 +123,13 @@ async function answered(page, count) {
   assert.deepEqual(await page.locator(".message.assistant .notice.bad").allTextContents(), []);
 }
 
+/** Sends a message of the chat and waits until `count` are answered. */
+async function say(page, content, count) {
+  await page.fill("#chat-input", content);
+  await page.keyboard.press("Enter");
+  await answered(page, count);
+}
+
 /** What must be true of every page. */
 async function check(page, seen, name) {
   const width = await page.evaluate(() => [document.scrollingElement.scrollWidth, innerWidth]);
@@ -202,6 +209,97 @@ const TESTS = {
     assert.ok((await page.textContent(".message.assistant .body")).includes("Rome"));
     await check(page, seen, "a chat that began early");
     await context.close();
+  },
+
+  async "conversations stay, are renamed and deleted, and belong to a key's access"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "chat");
+    await say(page, "What is the capital of Italy?", 1);
+    await page.reload();
+    await page.waitForSelector(".message.assistant .foot");
+    assert.ok((await page.textContent(".message.assistant .body")).includes("Rome"));
+    await page.click("text=New chat");
+    await say(page, "What is the capital of Peru?", 1);
+    assert.deepEqual(await page.locator(".kept .name").allTextContents(), ["What is the capital of Peru?", "What is the capital of Italy?"]);
+    await page.click("[aria-label='Rename What is the capital of Italy?']");
+    await page.keyboard.type("Rome");
+    await page.keyboard.press("Enter");
+    await page.click(".kept .name:text-is('Rome')");
+    assert.equal(await page.textContent(".message.user .body"), "What is the capital of Italy?");
+    await check(page, seen, "conversations that are kept");
+    await page.screenshot({ path: join(pictures, "chat-kept.png") });
+    // What another tab keeps appears here.
+    const other = await context.newPage();
+    await other.goto(`${url}/#/chat`);
+    await enter(other, OPERATOR);
+    await say(other, "What is the capital of Cuba?", 1);
+    await page.waitForSelector(".kept .name:text-is('What is the capital of Cuba?')");
+    await page.click("[aria-label='Delete Rome']");
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".message", { state: "detached" });
+    await page.reload();
+    await page.waitForSelector(".kept .name");
+    assert.equal(await page.locator(".kept .name").count(), 2);
+    // Another key in the same browser has its own.
+    await page.click("#key");
+    await enter(page, CLIENT);
+    await page.waitForFunction(() => document.querySelector("#connection").textContent === "All profiles");
+    await page.waitForSelector(".view.chat h1");
+    assert.equal(await page.locator(".kept .name, .message").count(), 0);
+    assert.ok(!(await page.textContent("main")).includes("Peru"));
+    await context.close();
+  },
+
+  async "at the limit the oldest conversations are deleted, and it is said"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await page.evaluate(() => {
+      for (let i = 0; i < 200; i += 1) {
+        const id = i.toString(16).padStart(16, "0");
+        const messages = [{ id: "a", parent: null, role: "user", content: `old ${i}`, notes: [] }];
+        localStorage.setItem(`steersman-chat/operator/${id}`, JSON.stringify({ format: "steersman-conversation", version: 1, id, title: `old ${i}`, updated: i + 1, tip: "a", messages }));
+      }
+      // What is damaged is not listed, and breaks nothing.
+      localStorage.setItem("steersman-chat/operator/damaged", "{");
+    });
+    await visit(page, "chat");
+    assert.ok((await page.textContent(".history")).includes("200 of 200 conversations"));
+    await page.fill("#chat-input", "What is the capital of Italy?");
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".toast:text('Deleted to make room: “old 0”')");
+    await answered(page, 1);
+    assert.equal(await page.locator(".kept .name").count(), 200);
+    assert.equal(await page.locator(".kept .name:text-is('old 0')").count(), 0);
+    await check(page, seen, "conversations at the limit");
+    await context.close();
+  },
+
+  async "a browser that keeps nothing says so once, and the chat works"({ browser, url }) {
+    for (const refuse of [
+      () => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("denied", "SecurityError"); } }),
+      () => {
+        const { setItem } = Storage.prototype;
+        Storage.prototype.setItem = function full(name, value) {
+          if (this === localStorage) throw new DOMException(name, "QuotaExceededError");
+          setItem.call(this, name, value);
+        };
+      },
+    ]) {
+      const { page, seen, context } = await open(browser, url);
+      await page.addInitScript(refuse);
+      await page.reload();
+      await enter(page, OPERATOR);
+      await visit(page, "chat");
+      await say(page, "What is the capital of Italy?", 1);
+      await say(page, "What is the capital of Peru?", 2);
+      assert.equal(await page.locator(".problems .notice").count(), 1);
+      assert.ok((await page.textContent(".problems")).includes("end with this page"));
+      await visit(page, "models");
+      await visit(page, "chat");
+      assert.equal(await page.locator(".message").count(), 4);
+      assert.equal(await page.locator(".problems .notice").count(), 0);
+      await check(page, seen, "a chat that is not kept");
+      await context.close();
+    }
   },
 
   async "a request is watched while it runs"({ browser, url }) {

@@ -34,6 +34,13 @@ files!(
     "profiles.js",
     "models.js",
     "chat.js",
+    "conversation.js",
+    "conversations.js",
+    "history.js",
+    "message.js",
+    "reply.js",
+    "settings.js",
+    "storage.js",
 );
 
 /// The page at `/`, if the client is a browser: API clients ask for `/` to find out whether a server is there.

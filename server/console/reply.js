@@ -1,0 +1,34 @@
+// A reply of a model to a conversation, as it streams.
+
+import { events } from "./api.js";
+import { number } from "./dom.js";
+
+/** Reads the reply to `body` into `message`; `changed` is called after each piece. Errors become part of the message. */
+export async function receive({ body, headers }, message, signal, changed) {
+  const started = performance.now();
+  let first = 0;
+  let usage = null;
+  try {
+    for await (const { data } of events("/v1/chat/completions", { body, headers, signal })) {
+      if (data.error) throw new Error(data.error.message);
+      message.request = data.id ?? message.request;
+      const delta = data.choices?.[0]?.delta ?? {};
+      if (!first && (delta.content || delta.reasoning_content)) first = performance.now();
+      message.reasoning += delta.reasoning_content ?? "";
+      message.content += delta.content ?? "";
+      for (const call of delta.tool_calls ?? []) message.content += `${call.function?.name ? `\n[calls ${call.function.name}] ` : ""}${call.function?.arguments ?? ""}`;
+      if (data.steersman?.notes) message.notes = data.steersman.notes;
+      if (data.usage) usage = data.usage;
+      changed();
+    }
+  } catch (error) {
+    if (error.name === "AbortError") message.foot = "Stopped. ";
+    else message.error = error.message;
+  }
+  if (usage) message.foot = summary(usage, (performance.now() - (first || started)) / 1000);
+}
+
+function summary(usage, seconds) {
+  const reasoning = usage.completion_tokens_details?.reasoning_tokens;
+  return `${number(usage.completion_tokens)} tokens${reasoning ? `, ${number(reasoning)} of them reasoning` : ""}, ${(usage.completion_tokens / Math.max(seconds, 0.001)).toFixed(1)} tokens/s; prompt ${number(usage.prompt_tokens)}, ${number(usage.prompt_tokens_details?.cached_tokens ?? 0)} from the cache.`;
+}
