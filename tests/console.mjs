@@ -27,6 +27,30 @@ const VIEWS = ["requests", "policies", "profiles", "models", "chat"];
 const SIZES = { desk: { width: 1280, height: 800 }, phone: { width: 390, height: 844 } };
 /** The bundled model loops on it; the policy `default` ends the loop. */
 const LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
+/** A reply with everything of Markdown that is shown as such, and what only looks like it. */
+const MARKDOWN = `# Final SQL
+It does **one scan**, which is *fast* and _really_ short: \`price\` has an index.
+
+\`\`\`sql
+SELECT *
+  FROM items; -- **not bold**
+\`\`\`
+
+## Why
+1. First
+   - nested
+2. Second
+
+| name | rows |
+| :--- | ---: |
+| items | 26 |
+
+> A quote.
+
+---
+See [the manual](https://example.org/manual "Manual"), or https://example.org/a_b_(c).
+
+snake_case_name, 2 * 3 * 4, [no](javascript:alert(1)), <b>no</b>, C:\\new`;
 /** Milliseconds to wait for anything, on busy machines. */
 const PATIENCE = 120_000;
 
@@ -128,6 +152,18 @@ async function say(page, content, count) {
   await page.fill("#chat-input", content);
   await page.keyboard.press("Enter");
   await answered(page, count);
+}
+
+/** Answers the page's chat requests with `content`, without the server. Returns the bodies of the requests. */
+async function reply(page, content) {
+  const bodies = [];
+  await page.route("**/v1/chat/completions", (route) => {
+    bodies.push(route.request().postDataJSON());
+    const event = (choice) => `data: ${JSON.stringify({ id: "chatcmpl-1", choices: [choice] })}\n\n`;
+    const text = typeof content === "function" ? content(bodies.length) : content;
+    route.fulfill({ contentType: "text/event-stream", body: `${event({ delta: { content: text } })}${event({ delta: {}, finish_reason: "stop" })}data: [DONE]\n\n` });
+  });
+  return bodies;
 }
 
 /** What must be true of every page. */
@@ -300,6 +336,94 @@ const TESTS = {
       await check(page, seen, "a chat that is not kept");
       await context.close();
     }
+  },
+
+  async "replies in Markdown are shown as such, and are copied"({ browser, url }) {
+    for (const [device, size] of Object.entries(SIZES)) {
+      const { page, seen, context } = await open(browser, url, { size, key: OPERATOR });
+      await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+      await reply(page, MARKDOWN);
+      await visit(page, "chat");
+      await say(page, "Is **this** kept as it is?", 1);
+      assert.equal(await page.textContent(".message.user .body"), "Is **this** kept as it is?");
+      const shown = page.locator(".message.assistant .body");
+      const texts = (path) => shown.locator(path).allTextContents();
+      assert.deepEqual(await texts("h3, h4"), ["Final SQL", "Why"]);
+      assert.deepEqual(await texts("strong"), ["one scan"]);
+      assert.deepEqual(await texts("em"), ["fast", "really"]);
+      assert.deepEqual(await texts("p > code"), ["price"]);
+      assert.deepEqual(await texts("pre code"), ["SELECT *\n  FROM items; -- **not bold**"]);
+      assert.deepEqual(await texts("ol > li > p"), ["First", "Second"]);
+      assert.deepEqual(await texts("ol ul > li"), ["nested"]);
+      assert.deepEqual(await texts("th, td"), ["name", "rows", "items", "26"]);
+      assert.deepEqual(await texts("blockquote"), ["A quote."]);
+      assert.deepEqual(await texts("a"), ["the manual", "https://example.org/a_b_(c)"]);
+      for (const link of await shown.locator("a").all()) {
+        assert.deepEqual([await link.getAttribute("target"), await link.getAttribute("rel")], ["_blank", "noopener noreferrer"]);
+      }
+      const plain = "snake_case_name, 2 * 3 * 4, [no](javascript:alert(1)), <b>no</b>, C:\\new";
+      assert.ok((await texts("p.pre")).includes(plain), JSON.stringify(await texts("p.pre")));
+      const copied = () => page.evaluate(() => navigator.clipboard.readText());
+      await shown.locator(".code .copy").click();
+      await page.waitForSelector(".code .copy span:text-is('Copied')");
+      assert.equal(await copied(), "SELECT *\n  FROM items; -- **not bold**");
+      await page.click(".message.assistant .acts .copy");
+      await page.waitForSelector(".acts .copy span:text-is('Copied')");
+      assert.equal(await copied(), MARKDOWN);
+      await check(page, seen, `Markdown-${device}`);
+      await page.screenshot({ path: join(pictures, `chat-markdown-${device}.png`), fullPage: true });
+      await context.close();
+    }
+  },
+
+  async "hostile and unfinished Markdown is bounded and inert"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const hostile = [
+      ">".repeat(10_000), "> ".repeat(10_000), "- ".repeat(10_000), "*".repeat(1_000_000), "*".repeat(19_999), "**a ".repeat(5000), "_a *b ".repeat(3000),
+      "`".repeat(19_999), Array.from({ length: 190 }, (_, i) => "`".repeat(i + 1)).join(" "), "[".repeat(19_999), "[a](".repeat(4000), `${"|".repeat(50_000)}\n${"-|".repeat(50_000)}`,
+      `|a|b|\n|-|-|\n${"|".repeat(150_000)}`, `\`\`\`${" ".repeat(150_000)}\``, `#${" ".repeat(150_000)}`, `-${" ".repeat(150_000)}x`, "* ".repeat(9000), "\\".repeat(19_999),
+      Array.from({ length: 300 }, (_, i) => `${" ".repeat(2 * i)}- a`).join("\n"), `${"- a\n".repeat(40_000)}`, `https://${"(".repeat(9000)}`, `https://a.b/${".".repeat(9000)}`,
+      "<script>alert(1)</script><img src=x onerror=alert(1)>", "[a](javascript:alert(1)) [b](data:text/html,x) [c](<javascript:x>) ![i](https://example.org/i.png)", "[a](https://example.org\" onclick=\"alert(1))",
+    ];
+    const found = await page.evaluate(async (texts) => {
+      const { blocks } = await import("/console/markdown.js");
+      const deep = (element) => 1 + Math.max(0, ...[...element.children].slice(0, 1000).map(deep));
+      return texts.map((text) => {
+        const root = document.createElement("div");
+        root.append(...blocks(text).map(({ make }) => make()));
+        const all = [...root.querySelectorAll("*")];
+        return {
+          depth: deep(root), count: all.length, tags: [...new Set(all.map(({ localName }) => localName))],
+          attributes: [...new Set(all.flatMap((element) => element.getAttributeNames()))],
+          links: [...root.querySelectorAll("a")].map(({ protocol }) => protocol), letters: root.textContent.length,
+        };
+      });
+    }, hostile);
+    for (const [i, { depth, count, tags, attributes, links }] of found.entries()) {
+      const name = hostile[i].slice(0, 20);
+      assert.ok(depth < 60, `${name}: ${depth} deep`);
+      assert.ok(count <= hostile[i].length, `${name}: ${count} elements`);
+      for (const tag of ["script", "img", "iframe", "b", "style", "object"]) assert.ok(!tags.includes(tag), `${name}: ${tag}`);
+      assert.ok(!attributes.some((attribute) => attribute.startsWith("on") || attribute === "style"), `${name}: ${attributes}`);
+      assert.ok(links.every((protocol) => ["http:", "https:"].includes(protocol)), `${name}: ${links}`);
+    }
+    // A million asterisks stay text.
+    assert.equal(found[3].letters, 1_000_000);
+    // What has streamed so far is shown at every length, and what came before does not change.
+    const streamed = await page.evaluate(async (text) => {
+      const { blocks } = await import("/console/markdown.js");
+      return Array.from({ length: text.length }, (_, i) => {
+        const root = document.createElement("div");
+        const parts = blocks(text.slice(0, i + 1));
+        root.append(...parts.map(({ make }) => make()));
+        return { first: parts[0].key, letters: root.textContent.length, codes: root.querySelectorAll("pre").length, heading: root.querySelector("h3")?.textContent };
+      });
+    }, MARKDOWN);
+    const opened = MARKDOWN.indexOf("```sql\nS") + 8;
+    for (const { first, heading } of streamed.slice(MARKDOWN.indexOf("\n"))) assert.deepEqual([first, heading], ["# Final SQL", "Final SQL"]);
+    for (const { codes } of streamed.slice(opened)) assert.equal(codes, 1);
+    await check(page, seen, "hostile Markdown");
+    await context.close();
   },
 
   async "a request is watched while it runs"({ browser, url }) {

@@ -37,6 +37,7 @@ files!(
     "conversation.js",
     "conversations.js",
     "history.js",
+    "markdown.js",
     "message.js",
     "reply.js",
     "settings.js",
