@@ -376,6 +376,66 @@ const TESTS = {
     }
   },
 
+  async "messages are edited and replies regenerated, as branches that stay"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const bodies = await reply(page, (count) => `reply ${count}`);
+    const shown = () => page.locator(".message .body").allTextContents();
+    const asked = () => bodies.at(-1).messages.map(({ content }) => content);
+    const until = (texts) => page.waitForFunction((texts) => JSON.stringify([...document.querySelectorAll(".message .body")].map((body) => body.textContent)) === texts, JSON.stringify(texts));
+    await visit(page, "chat");
+    await say(page, "one", 1);
+    await say(page, "two", 2);
+    await page.locator(".message.assistant").nth(0).getByRole("button", { name: "Regenerate" }).click();
+    await until(["one", "reply 3"]);
+    assert.deepEqual(asked(), ["one"]);
+    // By keyboard, to the first reply and what follows it.
+    await page.locator(".message.assistant .previous").focus();
+    await page.keyboard.press("Enter");
+    await until(["one", "reply 1", "two", "reply 2"]);
+    assert.equal(await page.evaluate(() => document.activeElement.ariaLabel), "Next version");
+    assert.equal(await page.locator(".message.assistant").first().locator("[role=img]").textContent(), "1/2");
+    await page.locator(".message.user").nth(1).getByRole("button", { name: "Edit" }).click();
+    await page.keyboard.press("Escape");
+    assert.deepEqual(await shown(), ["one", "reply 1", "two", "reply 2"]);
+    await page.locator(".message.user").nth(1).getByRole("button", { name: "Edit" }).click();
+    await check(page, seen, "a message that is edited");
+    await page.keyboard.type("!");
+    await page.keyboard.press("Enter");
+    await until(["one", "reply 1", "two!", "reply 4"]);
+    assert.deepEqual(asked(), ["one", "reply 1", "two!"]);
+    await check(page, seen, "branches");
+    await page.screenshot({ path: join(pictures, "chat-branches.png") });
+    await page.reload();
+    await until(["one", "reply 1", "two!", "reply 4"]);
+
+    const file = async (name) => {
+      const [download] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name }).click()]);
+      return [download.suggestedFilename(), readFileSync(await download.path(), "utf8")];
+    };
+    assert.deepEqual(await file("Export Markdown"), ["one.md", "# one\n\n## You\n\none\n\n## tiny-hybrid-4bit\n\nreply 1\n\n## You\n\ntwo!\n\n## tiny-hybrid-4bit\n\nreply 4\n"]);
+    const [name, json] = await file("Export JSON");
+    assert.equal(name, "one.json");
+    assert.equal(JSON.parse(json).messages.length, 7);
+    // It comes back beside the first, with all of its branches.
+    const load = (text) => page.setInputFiles("[aria-label='Conversation to import']", { name, mimeType: "application/json", buffer: Buffer.from(text) });
+    await load(json);
+    await page.waitForFunction(() => document.querySelectorAll(".kept .name").length === 2);
+    await until(["one", "reply 1", "two!", "reply 4"]);
+    await page.locator(".message.user .previous").nth(0).click();
+    await until(["one", "reply 1", "two", "reply 2"]);
+    // What is wrong is named, and nothing is kept of it.
+    for (const [text, problem] of [
+      ["{", "it is no JSON"], ["[]", "format: must be"], [json.replace('"role": "user"', '"role": "tool"'), "messages[0].role: must be"],
+      [json.replace('"parent": null', '"parent": "later"'), "messages[0].parent: must be"], [json.replace('"content": "one"', '"content": 1'), "messages[0].content: must be"],
+    ]) {
+      await load(text);
+      await page.waitForSelector(`.toast.bad:has-text(${JSON.stringify(problem)})`);
+    }
+    assert.equal(await page.locator(".kept .name").count(), 2);
+    await check(page, seen, "an imported conversation");
+    await context.close();
+  },
+
   async "hostile and unfinished Markdown is bounded and inert"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     const hostile = [

@@ -22,7 +22,14 @@ export function chat(element, state, profile) {
   const abort = new AbortController();
   const store = new Conversations(state.access, key.isLinked());
   const asked = settings(state, profile, abort.signal);
-  const kept = history(store, { open: (id) => open(store.get(id)), removed: (id) => id === conversation.id && open(null) });
+  const kept = history(store, {
+    open: (id) => open(store.get(id)), removed: (id) => id === conversation.id && open(null), current: () => conversation,
+    add: (imported) => {
+      open(imported);
+      save();
+      kept.draw();
+    },
+  });
   const list = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const hello = h("div", { class: "empty" }, h("p", { class: "strong" }, "Ask something"), h("p", { class: "muted" }, "Enter sends, Shift+Enter begins a new line. Reasoning is folded when the answer begins."));
   const input = h("textarea", { id: "chat-input", rows: "2", "aria-label": "Message", placeholder: "Message" });
@@ -48,26 +55,64 @@ export function chat(element, state, profile) {
     }
   }
 
+  const acts = {
+    choose(message, by) {
+      stop();
+      conversation.choose(message);
+      save();
+      const shown = show().get(message.id);
+      const [same, other] = by < 0 ? [".previous", ".next"] : [".next", ".previous"];
+      (shown.querySelector(`${same}:enabled`) ?? shown.querySelector(other)).focus();
+      shown.scrollIntoView({ block: "nearest" });
+    },
+    edit(message, content) {
+      stop();
+      conversation.add({ role: "user", content }, message.parent);
+      show();
+      answer();
+    },
+    regenerate(message) {
+      stop();
+      conversation.leave(message);
+      show();
+      answer();
+    },
+  };
+
   function add(message) {
-    const made = bubble(message, state);
+    const made = bubble(message, state, conversation.siblings(message), acts);
     list.append(made.element);
     hello.hidden = true;
     list.hidden = false;
     return made;
   }
 
-  /** Shows a conversation; null begins a new one. A reply that streams is stopped. */
-  function open(next) {
+  /** Stops the reply that streams, if any. */
+  function stop() {
     running?.abort();
     running = null;
     text(button, "Send");
-    conversation = next ?? new Conversation();
-    tab.set(OPEN, conversation.id);
+  }
+
+  /** Shows the messages of the conversation. Returns their elements by id. */
+  function show() {
     list.replaceChildren();
     const path = conversation.path();
     list.hidden = path.length === 0;
     hello.hidden = path.length > 0;
-    for (const message of path) add(message).draw(false);
+    return new Map(path.map((message) => {
+      const made = add(message);
+      made.draw(false);
+      return [message.id, made.element];
+    }));
+  }
+
+  /** Opens a conversation; null begins a new one. */
+  function open(next) {
+    stop();
+    conversation = next ?? new Conversation();
+    tab.set(OPEN, conversation.id);
+    show();
     kept.draw(conversation.id);
     down();
   }
@@ -82,16 +127,16 @@ export function chat(element, state, profile) {
 
   /** Gets a reply to the messages that are shown. */
   async function answer() {
-    const stop = new AbortController();
-    const { signal } = stop;
     const own = conversation;
-    running = stop;
+    const ours = new AbortController();
+    running = ours;
     text(button, "Stop");
     save();
     kept.draw();
     down();
     // A message can be sent before the server has listed its models.
     await asked.listed.catch(() => {});
+    if (ours.signal.aborted) return;
     const request = asked.request(own.path());
     const message = own.add({ role: "assistant", model: request.body.model, content: "", reasoning: "", notes: [] });
     const shown = add(message);
@@ -103,7 +148,7 @@ export function chat(element, state, profile) {
     draw(true);
     const drawing = new Timer(DRAW_MS, () => draw(true));
     const saving = new Timer(SAVE_MS, () => own === conversation && save());
-    await receive(request, message, signal, () => {
+    await receive(request, message, ours.signal, () => {
       drawing.start();
       saving.start();
     });
@@ -114,14 +159,12 @@ export function chat(element, state, profile) {
       save();
       kept.draw();
     } else if (store.get(own.id)) store.save(own);
-    if (running !== stop) return;
-    running = null;
-    text(button, "Send");
+    if (running === ours) stop();
   }
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) running.abort();
+    if (running) stop();
     else send();
   });
   input.addEventListener("keydown", (event) => {
@@ -129,7 +172,7 @@ export function chat(element, state, profile) {
       event.preventDefault();
       send();
     }
-    if (event.key === "Escape") running?.abort();
+    if (event.key === "Escape") stop();
   });
   clear.addEventListener("click", () => {
     open(null);
@@ -151,7 +194,7 @@ export function chat(element, state, profile) {
   return () => {
     unwatch();
     window.removeEventListener("pagehide", leave);
-    running?.abort();
+    stop();
     abort.abort();
   };
 }

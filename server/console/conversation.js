@@ -32,6 +32,11 @@ export class Conversation {
     return added;
   }
 
+  /** Shows the path to the parent of `message`: what is added next is its sibling. */
+  leave(message) {
+    this.tip = message.parent;
+  }
+
   /** The messages with the same parent, `message` among them, the oldest first. */
   siblings(message) {
     return this.messages.filter(({ parent }) => parent === message.parent);

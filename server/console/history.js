@@ -2,12 +2,16 @@
 
 import { h, number, text, time, confirm } from "./dom.js";
 import { LIMITS } from "./conversations.js";
+import { transfer } from "./transfer.js";
 
-/** Returns the element, and `draw(openId)`. `open(id)` opens a conversation; `removed(id)` is called after one is deleted. */
-export function history(store, { open, removed }) {
+/**
+ * Returns the element, and `draw(openId)`. `open(id)` opens a conversation; `removed(id)` is called after one is deleted,
+ * `add(conversation)` with one that is imported, and `current()` returns the open one.
+ */
+export function history(store, { open, removed, add, current }) {
   const list = h("ul", { class: "kept" });
   const foot = h("p", { class: "muted small" });
-  const element = h("details", { class: "history card", open: matchMedia("(min-width: 900px)").matches }, h("summary", {}, "Conversations"), list, foot);
+  const element = h("details", { class: "history card", open: matchMedia("(min-width: 900px)").matches }, h("summary", {}, "Conversations"), list, transfer(current, add), foot);
   let shown = null;
 
   function draw(openId = shown) {

@@ -42,6 +42,7 @@ files!(
     "reply.js",
     "settings.js",
     "storage.js",
+    "transfer.js",
 );
 
 /// The page at `/`, if the client is a browser: API clients ask for `/` to find out whether a server is there.
