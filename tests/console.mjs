@@ -23,7 +23,7 @@ const BROWSER = process.env.CHROMIUM ?? ["/usr/bin/chromium", "/usr/bin/chromium
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const OPERATOR = "operator-secret-key";
 const CLIENT = "client-secret-key";
-const VIEWS = ["requests", "policies", "profiles", "models", "chat"];
+const VIEWS = ["requests", "policies", "profiles", "models", "chat", "connect"];
 const SIZES = { desk: { width: 1280, height: 800 }, phone: { width: 390, height: 844 } };
 /** The bundled model loops on it; the policy `default` ends the loop. */
 const LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
@@ -108,6 +108,16 @@ async function ask(url, content, extra = {}) {
   });
   if (response.status !== 200) throw new Error(`${response.status} ${await response.text()}`);
   return extra.stream ? response : response.json();
+}
+
+/** Runs a program; returns what it prints. */
+async function run(program, args, env) {
+  const child = spawn(program, args, { env, stdio: ["ignore", "pipe", "inherit"] });
+  let output = "";
+  child.stdout.on("data", (data) => { output += data; });
+  const status = await new Promise((done, fail) => child.once("error", fail).once("close", done));
+  assert.equal(status, 0, `${program} ${args.join(" ")}`);
+  return output;
 }
 
 /** A page of a fresh browser context, and what went wrong in it. */
@@ -433,6 +443,40 @@ const TESTS = {
     }
     assert.equal(await page.locator(".kept .name").count(), 2);
     await check(page, seen, "an imported conversation");
+    await context.close();
+  },
+
+  async "settings for clients are shown, work, and hold no key"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "connect");
+    await page.waitForSelector(".snippet code");
+    await page.selectOption("#connect-model", "gpt-small");
+    const texts = {};
+    for (const button of await page.locator("[aria-label=Client] button").all()) {
+      await button.click();
+      texts[await button.textContent()] = await page.textContent(".snippet pre");
+      assert.equal(await button.getAttribute("aria-pressed"), "true");
+      await check(page, seen, `settings of ${await button.textContent()}`);
+    }
+    assert.deepEqual(Object.keys(texts), ["curl", "OpenAI for Python", "Anthropic for Python", "Codex", "Claude Code", "opencode", "aider"]);
+    const whole = await page.evaluate(() => document.documentElement.outerHTML);
+    assert.ok(!whole.includes(OPERATOR));
+    for (const [name, text] of Object.entries(texts)) {
+      for (const part of [url, "gpt-small", "STEERSMAN_KEY"]) assert.ok(text.includes(part), `${name}: ${part} is missing`);
+      assert.ok(!text.includes(OPERATOR), name);
+    }
+    const env = { ...process.env, STEERSMAN_KEY: CLIENT };
+    const answer = JSON.parse(await run("sh", ["-c", texts.curl.replace("curl ", "curl --silent ")], env));
+    assert.ok(answer.choices[0].message.content.includes("Rome"), JSON.stringify(answer));
+    const { provider, model } = JSON.parse(texts.opencode);
+    assert.deepEqual([provider.steersman.options.baseURL, model], [`${url}/v1`, "steersman/gpt-small"]);
+    for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"]]) {
+      // What Python reads: the packages are tested by tests/*_client.py.
+      await run("python3", ["-c", "import ast, sys; ast.parse(sys.argv[1])", texts[name]], env);
+      assert.ok(texts[name].includes(`from ${package_} import`));
+    }
+    await run("python3", ["-c", "import sys, tomllib; assert tomllib.loads(sys.argv[1])['model_providers']['steersman']['wire_api'] == 'responses'", texts.Codex], env);
+    for (const name of ["Claude Code", "aider"]) await run("sh", ["-n", "-c", texts[name]], env);
     await context.close();
   },
 

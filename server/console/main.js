@@ -9,8 +9,9 @@ import { policies } from "./policies.js";
 import { profiles } from "./profiles.js";
 import { models } from "./models.js";
 import { chat } from "./chat.js";
+import { connect } from "./connect.js";
 
-const VIEWS = { requests, policies, profiles, models, chat };
+const VIEWS = { requests, policies, profiles, models, chat, connect };
 const main = document.querySelector("#main");
 
 /** What the key may do: `GET /v1/profiles`. Shared by all views. */

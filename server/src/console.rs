@@ -34,6 +34,7 @@ files!(
     "profiles.js",
     "models.js",
     "chat.js",
+    "connect.js",
     "conversation.js",
     "conversations.js",
     "history.js",
