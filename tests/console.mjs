@@ -74,6 +74,9 @@ folder = "${join(work, "policies")}"
 "gpt-small" = "tiny-hybrid-4bit"
 [models.other]
 path = "owner/other-model"
+[models.spare]
+path = "${join(ROOT, "server/model/tiny-hybrid-4bit")}"
+keep_alive_s = 600
 [profiles.default]
 policies = ["house"]
 shadow = ["passthrough"]
@@ -462,10 +465,10 @@ const TESTS = {
     const whole = await page.evaluate(() => document.documentElement.outerHTML);
     assert.ok(!whole.includes(OPERATOR));
     for (const [name, text] of Object.entries(texts)) {
-      for (const part of [url, "gpt-small", "STEERSMAN_KEY"]) assert.ok(text.includes(part), `${name}: ${part} is missing`);
+      for (const part of [url, "gpt-small", "STEERSMAN_API_KEY"]) assert.ok(text.includes(part), `${name}: ${part} is missing`);
       assert.ok(!text.includes(OPERATOR), name);
     }
-    const env = { ...process.env, STEERSMAN_KEY: CLIENT };
+    const env = { ...process.env, STEERSMAN_API_KEY: CLIENT };
     const answer = JSON.parse(await run("sh", ["-c", texts.curl.replace("curl ", "curl --silent ")], env));
     assert.ok(answer.choices[0].message.content.includes("Rome"), JSON.stringify(answer));
     const { provider, model } = JSON.parse(texts.opencode);
@@ -478,6 +481,29 @@ const TESTS = {
     await run("python3", ["-c", "import sys, tomllib; assert tomllib.loads(sys.argv[1])['model_providers']['steersman']['wire_api'] == 'responses'", texts.Codex], env);
     for (const name of ["Claude Code", "aider"]) await run("sh", ["-n", "-c", texts[name]], env);
     await context.close();
+  },
+
+  async "the reference of the API is linked, and looks like the console"({ browser, url }) {
+    for (const theme of ["light", "dark"]) {
+      for (const [device, size] of Object.entries(SIZES)) {
+        const { page, seen, context } = await open(browser, url, { size, theme, key: OPERATOR });
+        await visit(page, "connect");
+        const color = () => page.evaluate(() => {
+          const { backgroundColor, color: ink } = getComputedStyle(document.body);
+          return `${ink} on ${backgroundColor}`;
+        });
+        const own = await color();
+        await page.click("a[href='/docs']");
+        await page.waitForSelector("#operations details");
+        assert.equal(await color(), own);
+        await page.locator("#operations summary").first().click();
+        await check(page, seen, `docs-${theme}-${device}`);
+        await page.screenshot({ path: join(pictures, `docs-${theme}-${device}.png`) });
+        await page.click("a[href='/']");
+        await page.waitForSelector(".view h1");
+        await context.close();
+      }
+    }
   },
 
   async "hostile and unfinished Markdown is bounded and inert"({ browser, url }) {
@@ -603,6 +629,37 @@ const TESTS = {
     await page.waitForSelector(".shadow-report .records li");
     await check(page, seen, "policies");
     await page.screenshot({ path: join(pictures, "policies-shadow.png"), fullPage: true });
+    await context.close();
+  },
+
+  async "a model is loaded, kept and unloaded by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    const card = page.locator(".model", { hasText: "spare" });
+    const state = async () => {
+      const { models } = await (await fetch(`${url}/health`)).json();
+      return models.find(({ model }) => model === "spare");
+    };
+    await card.getByRole("button", { name: "Load spare" }).focus();
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".toast:text-is('spare is loaded')");
+    assert.equal((await state()).state, "loaded");
+    await card.locator(".chip:text-is('loaded')").waitFor();
+    await card.getByText("Unloaded in").waitFor();
+    await check(page, seen, "a loaded model");
+    await page.screenshot({ path: join(pictures, "models-loaded.png"), fullPage: true });
+    await card.getByRole("button", { name: "Keep loaded spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare stays loaded')");
+    assert.equal((await state()).expires_s, null);
+    await card.getByRole("button", { name: "Keep loaded spare" }).waitFor({ state: "detached" });
+    await card.getByRole("button", { name: "Unload spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare is unloaded')");
+    assert.equal((await state()).state, "on disk");
+    await card.getByRole("button", { name: "Load spare" }).waitFor();
+    // One that stays loaded says so; one without files offers nothing.
+    await page.getByRole("button", { name: "Unload tiny-hybrid-4bit" }).click();
+    await page.waitForSelector(".toast:has-text('tiny-hybrid-4bit stays loaded: the configuration keeps it')");
+    assert.equal(await page.locator(".model", { hasText: "other" }).locator("button").count(), 0);
     await context.close();
   },
 

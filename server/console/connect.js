@@ -5,7 +5,7 @@ import { h, title, code, copyButton, fact, notice } from "./dom.js";
 import { tab } from "./storage.js";
 
 /** The variable of the environment in which the snippets expect a key. */
-const KEY = "STEERSMAN_KEY";
+const KEY = "STEERSMAN_API_KEY";
 
 /** A text as one word of a shell. */
 const word = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
