@@ -585,6 +585,35 @@ const TESTS = {
     await context.close();
   },
 
+  async "what the views say of one request, of limits and of memory agrees"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "chat");
+    await page.selectOption("#chat-profile", "agents");
+    await say(page, "What is the capital of Italy?", 1);
+    const [, tokens, rate] = (await page.textContent(".message.assistant .foot")).match(/^([\d,]+) tokens.* ([\d.]+) tokens\/s/);
+    await visit(page, "requests");
+    const row = page.locator(".requests-table tbody tr").first();
+    assert.deepEqual([await row.locator(".reply").textContent(), Number(await row.locator(".rate").textContent())], [tokens, Number(rate)]);
+    const spark = await page.locator(".spark").boundingBox();
+    const tile = await page.locator(".tile", { has: page.locator(".spark") }).boundingBox();
+    assert.ok(spark.x + spark.width < tile.x + tile.width - 8);
+    // A row opens as its link does, and a profile with texts in its traces says where they are.
+    await row.locator(".time").click();
+    await page.waitForSelector(".view.requests .facts");
+    await page.waitForFunction(() => document.querySelector(".replies").textContent.includes("Its profile has trace_text"));
+    await visit(page, "profiles");
+    assert.match(await page.textContent("section[aria-labelledby=profile-default] .facts"), /Reply tokensno limit/);
+    await visit(page, "policies");
+    assert.ok((await page.textContent("section[aria-labelledby=policy-passthrough]")).includes("There is no earlier version to roll back to"));
+    await visit(page, "models");
+    await page.waitForSelector(".figure");
+    const memory = await page.textContent("section[aria-labelledby=memory-title]");
+    const size = (text) => { const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/); return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit); };
+    assert.ok(size(memory) >= size(memory.split("Weights")[1]), memory);
+    await check(page, seen, "models");
+    await context.close();
+  },
+
   async "requests that run are listed with their phase"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     const long = { stream: true, ignore_eos: true, max_tokens: 4000 };

@@ -19,10 +19,12 @@ function memory(engines) {
   const { limit, arrays } = engines[0].bytes;
   const sums = ACCOUNTS.map(([field, name, kind]) => ({ name, kind, value: engines.reduce((sum, engine) => sum + (engine.bytes[field] ?? 0), 0) }));
   const known = sums.reduce((sum, part) => sum + part.value, 0);
+  // Arrays are counted after the first pass, accounts from the start.
+  const used = Math.max(arrays, known);
   const parts = [...sums, { name: "Other arrays", kind: "other", value: Math.max(arrays - known, 0) }].map((part) => ({ ...part, text: bytes(part.value) }));
-  const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - Math.max(arrays, known), 0), text: bytes(Math.max(limit - Math.max(arrays, known), 0)) }];
+  const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - used, 0), text: bytes(Math.max(limit - used, 0)) }];
   return h("div", {},
-    h("p", {}, h("span", { class: "figure" }, bytes(arrays)), h("span", { class: "muted" }, ` of ${bytes(limit)} for arrays`)),
+    h("p", {}, h("span", { class: "figure" }, bytes(used)), h("span", { class: "muted" }, ` of ${bytes(limit)} for arrays`)),
     h("div", { class: "tall" }, bar("Memory", parts, limit)),
     h("ul", { class: "legend" }, shown.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} `, h("span", { class: "strong" }, part.text)))));
 }

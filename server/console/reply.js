@@ -1,6 +1,6 @@
 // A reply of a model to a conversation, as it streams.
 
-import { events } from "./api.js";
+import { events, get } from "./api.js";
 import { number } from "./dom.js";
 
 /** Reads the reply to `body` into `message`; `changed` is called after each piece. Errors become part of the message. */
@@ -25,10 +25,19 @@ export async function receive({ body, headers }, message, signal, changed) {
     if (error.name === "AbortError") message.foot = "Stopped. ";
     else message.error = error.message;
   }
-  if (usage) message.foot = summary(usage, (performance.now() - (first || started)) / 1000);
+  if (!usage) return;
+  const known = await listed(message.request).catch(() => null);
+  const own = usage.completion_tokens / Math.max((performance.now() - (first || started)) / 1000, 0.001);
+  message.foot = summary(usage, known?.reply_tokens ?? usage.completion_tokens, known?.tokens_per_second ?? own);
 }
 
-function summary(usage, seconds) {
+/** The request as the view of requests shows it, so that both have the same figures; ids are known to operators only. */
+async function listed(id) {
+  const { requests } = await get("/v1/requests");
+  return requests.find((request) => request.id === id);
+}
+
+function summary(usage, tokens, rate) {
   const reasoning = usage.completion_tokens_details?.reasoning_tokens;
-  return `${number(usage.completion_tokens)} tokens${reasoning ? `, ${number(reasoning)} of them reasoning` : ""}, ${(usage.completion_tokens / Math.max(seconds, 0.001)).toFixed(1)} tokens/s; prompt ${number(usage.prompt_tokens)}, ${number(usage.prompt_tokens_details?.cached_tokens ?? 0)} from the cache.`;
+  return `${number(tokens)} tokens${reasoning ? `, ${number(reasoning)} of them reasoning` : ""}, ${rate.toFixed(1)} tokens/s; prompt ${number(usage.prompt_tokens)}, ${number(usage.prompt_tokens_details?.cached_tokens ?? 0)} from the cache.`;
 }

@@ -50,7 +50,9 @@ function row(request) {
   cells[4].dataset.label = "Reply";
   cells[5].dataset.label = "Tokens/s";
   cells[6].dataset.label = "Time";
-  return h("tr", {}, cells);
+  // The link is for keyboards; a click beside it opens the same.
+  const open = (event) => !event.target.closest("a") && getSelection().isCollapsed && cells[1].querySelector("a")?.click();
+  return h("tr", { onclick: open }, cells);
 }
 
 function fill(line, request) {
@@ -62,6 +64,7 @@ function fill(line, request) {
     const name = request.id
       ? h("a", { href: `#/requests/${encodeURIComponent(request.id)}`, title: request.id }, request.id.slice(0, 18))
       : h("span", {}, `No. ${request.number}`);
+    line.classList.toggle("opens", Boolean(request.id));
     what.append(name, h("span", { class: "muted small" }, request.stream ? `${route}, stream` : route));
   }
   const model = `${request.profile ?? "–"} ${request.model ?? ""}`;
