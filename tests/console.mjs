@@ -614,6 +614,24 @@ const TESTS = {
     await context.close();
   },
 
+  async "charts show the requests that have ended"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const { requests } = await (await fetch(`${url}/v1/requests`, { headers: { authorization: `Bearer ${OPERATOR}` } })).json();
+    const timed = requests.filter(({ first_piece_ms: first }) => first !== null);
+    assert.ok(timed.length > 2);
+    await page.waitForFunction((count) => document.querySelector(".plot .dots")?.getAttribute("d").split("M").length === count + 1, timed.length);
+    const sorted = timed.map(({ first_piece_ms: first }) => first).sort((a, b) => a - b);
+    const middle = sorted[Math.floor(sorted.length / 2)];
+    const [first, rate, queue] = await page.locator(".chart").allTextContents();
+    assert.ok(middle >= 1000 || first.includes(`median ${Math.round(middle)} ms`), first);
+    assert.match(rate, /median [\d.]+/);
+    assert.match(queue, /median 0/);
+    await page.waitForFunction(() => document.querySelector(".plot .line").getAttribute("d").split("L").length > 2);
+    await check(page, seen, "charts");
+    await page.screenshot({ path: join(pictures, "charts.png") });
+    await context.close();
+  },
+
   async "requests that run are listed with their phase"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     const long = { stream: true, ignore_eos: true, max_tokens: 4000 };
@@ -669,7 +687,7 @@ const TESTS = {
       const { models } = await (await fetch(`${url}/health`)).json();
       return models.find(({ model }) => model === "spare");
     };
-    await card.getByRole("button", { name: "Load spare" }).focus();
+    await card.getByRole("button", { name: "Load spare", exact: true }).focus();
     await page.keyboard.press("Enter");
     await page.waitForSelector(".toast:text-is('spare is loaded')");
     assert.equal((await state()).state, "loaded");
@@ -683,8 +701,8 @@ const TESTS = {
     await card.getByRole("button", { name: "Keep loaded spare" }).waitFor({ state: "detached" });
     await card.getByRole("button", { name: "Unload spare" }).click();
     await page.waitForSelector(".toast:text-is('spare is unloaded')");
+    await card.getByRole("button", { name: "Load spare", exact: true }).waitFor();
     assert.equal((await state()).state, "on disk");
-    await card.getByRole("button", { name: "Load spare" }).waitFor();
     // One that stays loaded says so; one without files offers nothing.
     await page.getByRole("button", { name: "Unload tiny-hybrid-4bit" }).click();
     await page.waitForSelector(".toast:has-text('tiny-hybrid-4bit stays loaded: the configuration keeps it')");
@@ -743,7 +761,7 @@ const TESTS = {
           await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: device === "phone" });
         }
         await page.evaluate(() => { location.hash = "#/requests"; });
-        await page.locator(".requests-table a").nth(1).click();
+        await page.locator(".requests-table tr", { hasText: "/chat/completions" }).locator("a").nth(1).click();
         await page.waitForSelector(".mark, .records");
         await check(page, seen, `life-${theme}-${device}`);
         await page.screenshot({ path: join(pictures, `life-${theme}-${device}.png`), fullPage: true });

@@ -33,6 +33,7 @@ files!(
     "policies.js",
     "profiles.js",
     "models.js",
+    "charts.js",
     "chat.js",
     "connect.js",
     "conversation.js",
