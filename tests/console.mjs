@@ -23,10 +23,34 @@ const BROWSER = process.env.CHROMIUM ?? ["/usr/bin/chromium", "/usr/bin/chromium
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const OPERATOR = "operator-secret-key";
 const CLIENT = "client-secret-key";
-const VIEWS = ["requests", "policies", "profiles", "models", "chat"];
+const VIEWS = ["requests", "policies", "profiles", "models", "chat", "connect"];
 const SIZES = { desk: { width: 1280, height: 800 }, phone: { width: 390, height: 844 } };
 /** The bundled model loops on it; the policy `default` ends the loop. */
 const LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
+/** A reply with everything of Markdown that is shown as such, and what only looks like it. */
+const MARKDOWN = `# Final SQL
+It does **one scan**, which is *fast* and _really_ short: \`price\` has an index.
+
+\`\`\`sql
+SELECT *
+  FROM items; -- **not bold**
+\`\`\`
+
+## Why
+1. First
+   - nested
+2. Second
+
+| name | rows |
+| :--- | ---: |
+| items | 26 |
+
+> A quote.
+
+---
+See [the manual](https://example.org/manual "Manual"), or https://example.org/a_b_(c).
+
+snake_case_name, 2 * 3 * 4, [no](javascript:alert(1)), <b>no</b>, C:\\new`;
 /** Milliseconds to wait for anything, on busy machines. */
 const PATIENCE = 120_000;
 
@@ -50,6 +74,9 @@ folder = "${join(work, "policies")}"
 "gpt-small" = "tiny-hybrid-4bit"
 [models.other]
 path = "owner/other-model"
+[models.spare]
+path = "${join(ROOT, "server/model/tiny-hybrid-4bit")}"
+keep_alive_s = 600
 [profiles.default]
 policies = ["house"]
 shadow = ["passthrough"]
@@ -84,6 +111,16 @@ async function ask(url, content, extra = {}) {
   });
   if (response.status !== 200) throw new Error(`${response.status} ${await response.text()}`);
   return extra.stream ? response : response.json();
+}
+
+/** Runs a program; returns what it prints. */
+async function run(program, args, env) {
+  const child = spawn(program, args, { env, stdio: ["ignore", "pipe", "inherit"] });
+  let output = "";
+  child.stdout.on("data", (data) => { output += data; });
+  const status = await new Promise((done, fail) => child.once("error", fail).once("close", done));
+  assert.equal(status, 0, `${program} ${args.join(" ")}`);
+  return output;
 }
 
 /** A page of a fresh browser context, and what went wrong in it. */
@@ -121,6 +158,25 @@ async function visit(page, view) {
 async function answered(page, count) {
   await page.waitForFunction((count) => document.querySelectorAll(".message.assistant .foot a, .message.assistant .notice.bad").length >= count, count);
   assert.deepEqual(await page.locator(".message.assistant .notice.bad").allTextContents(), []);
+}
+
+/** Sends a message of the chat and waits until `count` are answered. */
+async function say(page, content, count) {
+  await page.fill("#chat-input", content);
+  await page.keyboard.press("Enter");
+  await answered(page, count);
+}
+
+/** Answers the page's chat requests with `content`, without the server. Returns the bodies of the requests. */
+async function reply(page, content) {
+  const bodies = [];
+  await page.route("**/v1/chat/completions", (route) => {
+    bodies.push(route.request().postDataJSON());
+    const event = (choice) => `data: ${JSON.stringify({ id: "chatcmpl-1", choices: [choice] })}\n\n`;
+    const text = typeof content === "function" ? content(bodies.length) : content;
+    route.fulfill({ contentType: "text/event-stream", body: `${event({ delta: { content: text } })}${event({ delta: {}, finish_reason: "stop" })}data: [DONE]\n\n` });
+  });
+  return bodies;
 }
 
 /** What must be true of every page. */
@@ -204,6 +260,302 @@ const TESTS = {
     await context.close();
   },
 
+  async "conversations stay, are renamed and deleted, and belong to a key's access"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "chat");
+    await say(page, "What is the capital of Italy?", 1);
+    await page.reload();
+    await page.waitForSelector(".message.assistant .foot");
+    assert.ok((await page.textContent(".message.assistant .body")).includes("Rome"));
+    await page.click("text=New chat");
+    await say(page, "What is the capital of Peru?", 1);
+    assert.deepEqual(await page.locator(".kept .name").allTextContents(), ["What is the capital of Peru?", "What is the capital of Italy?"]);
+    await page.click("[aria-label='Rename What is the capital of Italy?']");
+    await page.keyboard.type("Rome");
+    await page.keyboard.press("Enter");
+    await page.click(".kept .name:text-is('Rome')");
+    assert.equal(await page.textContent(".message.user .body"), "What is the capital of Italy?");
+    await check(page, seen, "conversations that are kept");
+    await page.screenshot({ path: join(pictures, "chat-kept.png") });
+    // What another tab keeps appears here.
+    const other = await context.newPage();
+    await other.goto(`${url}/#/chat`);
+    await enter(other, OPERATOR);
+    await say(other, "What is the capital of Cuba?", 1);
+    await page.waitForSelector(".kept .name:text-is('What is the capital of Cuba?')");
+    await page.click("[aria-label='Delete Rome']");
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".message", { state: "detached" });
+    await page.reload();
+    await page.waitForSelector(".kept .name");
+    assert.equal(await page.locator(".kept .name").count(), 2);
+    // Another key in the same browser has its own.
+    await page.click("#key");
+    await enter(page, CLIENT);
+    await page.waitForFunction(() => document.querySelector("#connection").textContent === "All profiles");
+    await page.waitForSelector(".view.chat h1");
+    assert.equal(await page.locator(".kept .name, .message").count(), 0);
+    assert.ok(!(await page.textContent("main")).includes("Peru"));
+    await context.close();
+  },
+
+  async "at the limit the oldest conversations are deleted, and it is said"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await page.evaluate(() => {
+      for (let i = 0; i < 200; i += 1) {
+        const id = i.toString(16).padStart(16, "0");
+        const messages = [{ id: "a", parent: null, role: "user", content: `old ${i}`, notes: [] }];
+        localStorage.setItem(`steersman-chat/operator/${id}`, JSON.stringify({ format: "steersman-conversation", version: 1, id, title: `old ${i}`, updated: i + 1, tip: "a", messages }));
+      }
+      // What is damaged is not listed, and breaks nothing.
+      localStorage.setItem("steersman-chat/operator/damaged", "{");
+    });
+    await visit(page, "chat");
+    assert.ok((await page.textContent(".history")).includes("200 of 200 conversations"));
+    await page.fill("#chat-input", "What is the capital of Italy?");
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".toast:text('Deleted to make room: “old 0”')");
+    await answered(page, 1);
+    assert.equal(await page.locator(".kept .name").count(), 200);
+    assert.equal(await page.locator(".kept .name:text-is('old 0')").count(), 0);
+    await check(page, seen, "conversations at the limit");
+    await context.close();
+  },
+
+  async "a browser that keeps nothing says so once, and the chat works"({ browser, url }) {
+    for (const refuse of [
+      () => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("denied", "SecurityError"); } }),
+      () => {
+        const { setItem } = Storage.prototype;
+        Storage.prototype.setItem = function full(name, value) {
+          if (this === localStorage) throw new DOMException(name, "QuotaExceededError");
+          setItem.call(this, name, value);
+        };
+      },
+    ]) {
+      const { page, seen, context } = await open(browser, url);
+      await page.addInitScript(refuse);
+      await page.reload();
+      await enter(page, OPERATOR);
+      await visit(page, "chat");
+      await say(page, "What is the capital of Italy?", 1);
+      await say(page, "What is the capital of Peru?", 2);
+      assert.equal(await page.locator(".problems .notice").count(), 1);
+      assert.ok((await page.textContent(".problems")).includes("end with this page"));
+      await visit(page, "models");
+      await visit(page, "chat");
+      assert.equal(await page.locator(".message").count(), 4);
+      assert.equal(await page.locator(".problems .notice").count(), 0);
+      await check(page, seen, "a chat that is not kept");
+      await context.close();
+    }
+  },
+
+  async "replies in Markdown are shown as such, and are copied"({ browser, url }) {
+    for (const [device, size] of Object.entries(SIZES)) {
+      const { page, seen, context } = await open(browser, url, { size, key: OPERATOR });
+      await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+      await reply(page, MARKDOWN);
+      await visit(page, "chat");
+      await say(page, "Is **this** kept as it is?", 1);
+      assert.equal(await page.textContent(".message.user .body"), "Is **this** kept as it is?");
+      const shown = page.locator(".message.assistant .body");
+      const texts = (path) => shown.locator(path).allTextContents();
+      assert.deepEqual(await texts("h3, h4"), ["Final SQL", "Why"]);
+      assert.deepEqual(await texts("strong"), ["one scan"]);
+      assert.deepEqual(await texts("em"), ["fast", "really"]);
+      assert.deepEqual(await texts("p > code"), ["price"]);
+      assert.deepEqual(await texts("pre code"), ["SELECT *\n  FROM items; -- **not bold**"]);
+      assert.deepEqual(await texts("ol > li > p"), ["First", "Second"]);
+      assert.deepEqual(await texts("ol ul > li"), ["nested"]);
+      assert.deepEqual(await texts("th, td"), ["name", "rows", "items", "26"]);
+      assert.deepEqual(await texts("blockquote"), ["A quote."]);
+      assert.deepEqual(await texts("a"), ["the manual", "https://example.org/a_b_(c)"]);
+      for (const link of await shown.locator("a").all()) {
+        assert.deepEqual([await link.getAttribute("target"), await link.getAttribute("rel")], ["_blank", "noopener noreferrer"]);
+      }
+      const plain = "snake_case_name, 2 * 3 * 4, [no](javascript:alert(1)), <b>no</b>, C:\\new";
+      assert.ok((await texts("p.pre")).includes(plain), JSON.stringify(await texts("p.pre")));
+      const copied = () => page.evaluate(() => navigator.clipboard.readText());
+      await shown.locator(".code .copy").click();
+      await page.waitForSelector(".code .copy span:text-is('Copied')");
+      assert.equal(await copied(), "SELECT *\n  FROM items; -- **not bold**");
+      await page.click(".message.assistant .acts .copy");
+      await page.waitForSelector(".acts .copy span:text-is('Copied')");
+      assert.equal(await copied(), MARKDOWN);
+      await check(page, seen, `Markdown-${device}`);
+      await page.screenshot({ path: join(pictures, `chat-markdown-${device}.png`), fullPage: true });
+      await context.close();
+    }
+  },
+
+  async "messages are edited and replies regenerated, as branches that stay"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const bodies = await reply(page, (count) => `reply ${count}`);
+    const shown = () => page.locator(".message .body").allTextContents();
+    const asked = () => bodies.at(-1).messages.map(({ content }) => content);
+    const until = (texts) => page.waitForFunction((texts) => JSON.stringify([...document.querySelectorAll(".message .body")].map((body) => body.textContent)) === texts, JSON.stringify(texts));
+    await visit(page, "chat");
+    await say(page, "one", 1);
+    await say(page, "two", 2);
+    await page.locator(".message.assistant").nth(0).getByRole("button", { name: "Regenerate" }).click();
+    await until(["one", "reply 3"]);
+    assert.deepEqual(asked(), ["one"]);
+    // By keyboard, to the first reply and what follows it.
+    await page.locator(".message.assistant .previous").focus();
+    await page.keyboard.press("Enter");
+    await until(["one", "reply 1", "two", "reply 2"]);
+    assert.equal(await page.evaluate(() => document.activeElement.ariaLabel), "Next version");
+    assert.equal(await page.locator(".message.assistant").first().locator("[role=img]").textContent(), "1/2");
+    await page.locator(".message.user").nth(1).getByRole("button", { name: "Edit" }).click();
+    await page.keyboard.press("Escape");
+    assert.deepEqual(await shown(), ["one", "reply 1", "two", "reply 2"]);
+    await page.locator(".message.user").nth(1).getByRole("button", { name: "Edit" }).click();
+    await check(page, seen, "a message that is edited");
+    await page.keyboard.type("!");
+    await page.keyboard.press("Enter");
+    await until(["one", "reply 1", "two!", "reply 4"]);
+    assert.deepEqual(asked(), ["one", "reply 1", "two!"]);
+    await check(page, seen, "branches");
+    await page.screenshot({ path: join(pictures, "chat-branches.png") });
+    await page.reload();
+    await until(["one", "reply 1", "two!", "reply 4"]);
+
+    const file = async (name) => {
+      const [download] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name }).click()]);
+      return [download.suggestedFilename(), readFileSync(await download.path(), "utf8")];
+    };
+    assert.deepEqual(await file("Export Markdown"), ["one.md", "# one\n\n## You\n\none\n\n## tiny-hybrid-4bit\n\nreply 1\n\n## You\n\ntwo!\n\n## tiny-hybrid-4bit\n\nreply 4\n"]);
+    const [name, json] = await file("Export JSON");
+    assert.equal(name, "one.json");
+    assert.equal(JSON.parse(json).messages.length, 7);
+    // It comes back beside the first, with all of its branches.
+    const load = (text) => page.setInputFiles("[aria-label='Conversation to import']", { name, mimeType: "application/json", buffer: Buffer.from(text) });
+    await load(json);
+    await page.waitForFunction(() => document.querySelectorAll(".kept .name").length === 2);
+    await until(["one", "reply 1", "two!", "reply 4"]);
+    await page.locator(".message.user .previous").nth(0).click();
+    await until(["one", "reply 1", "two", "reply 2"]);
+    // What is wrong is named, and nothing is kept of it.
+    for (const [text, problem] of [
+      ["{", "it is no JSON"], ["[]", "format: must be"], [json.replace('"role": "user"', '"role": "tool"'), "messages[0].role: must be"],
+      [json.replace('"parent": null', '"parent": "later"'), "messages[0].parent: must be"], [json.replace('"content": "one"', '"content": 1'), "messages[0].content: must be"],
+    ]) {
+      await load(text);
+      await page.waitForSelector(`.toast.bad:has-text(${JSON.stringify(problem)})`);
+    }
+    assert.equal(await page.locator(".kept .name").count(), 2);
+    await check(page, seen, "an imported conversation");
+    await context.close();
+  },
+
+  async "settings for clients are shown, work, and hold no key"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "connect");
+    await page.waitForSelector(".snippet code");
+    await page.selectOption("#connect-model", "gpt-small");
+    const texts = {};
+    for (const button of await page.locator("[aria-label=Client] button").all()) {
+      await button.click();
+      texts[await button.textContent()] = await page.textContent(".snippet pre");
+      assert.equal(await button.getAttribute("aria-pressed"), "true");
+      await check(page, seen, `settings of ${await button.textContent()}`);
+    }
+    assert.deepEqual(Object.keys(texts), ["curl", "OpenAI for Python", "Anthropic for Python", "Codex", "Claude Code", "opencode", "aider"]);
+    const whole = await page.evaluate(() => document.documentElement.outerHTML);
+    assert.ok(!whole.includes(OPERATOR));
+    for (const [name, text] of Object.entries(texts)) {
+      for (const part of [url, "gpt-small", "STEERSMAN_API_KEY"]) assert.ok(text.includes(part), `${name}: ${part} is missing`);
+      assert.ok(!text.includes(OPERATOR), name);
+    }
+    const env = { ...process.env, STEERSMAN_API_KEY: CLIENT };
+    const answer = JSON.parse(await run("sh", ["-c", texts.curl.replace("curl ", "curl --silent ")], env));
+    assert.ok(answer.choices[0].message.content.includes("Rome"), JSON.stringify(answer));
+    const { provider, model } = JSON.parse(texts.opencode);
+    assert.deepEqual([provider.steersman.options.baseURL, model], [`${url}/v1`, "steersman/gpt-small"]);
+    for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"]]) {
+      // What Python reads: the packages are tested by tests/*_client.py.
+      await run("python3", ["-c", "import ast, sys; ast.parse(sys.argv[1])", texts[name]], env);
+      assert.ok(texts[name].includes(`from ${package_} import`));
+    }
+    await run("python3", ["-c", "import sys, tomllib; assert tomllib.loads(sys.argv[1])['model_providers']['steersman']['wire_api'] == 'responses'", texts.Codex], env);
+    for (const name of ["Claude Code", "aider"]) await run("sh", ["-n", "-c", texts[name]], env);
+    await context.close();
+  },
+
+  async "the reference of the API is linked, and looks like the console"({ browser, url }) {
+    for (const theme of ["light", "dark"]) {
+      for (const [device, size] of Object.entries(SIZES)) {
+        const { page, seen, context } = await open(browser, url, { size, theme, key: OPERATOR });
+        await visit(page, "connect");
+        const color = () => page.evaluate(() => {
+          const { backgroundColor, color: ink } = getComputedStyle(document.body);
+          return `${ink} on ${backgroundColor}`;
+        });
+        const own = await color();
+        await page.click("a[href='/docs']");
+        await page.waitForSelector("#operations details");
+        assert.equal(await color(), own);
+        await page.locator("#operations summary").first().click();
+        await check(page, seen, `docs-${theme}-${device}`);
+        await page.screenshot({ path: join(pictures, `docs-${theme}-${device}.png`) });
+        await page.click("a[href='/']");
+        await page.waitForSelector(".view h1");
+        await context.close();
+      }
+    }
+  },
+
+  async "hostile and unfinished Markdown is bounded and inert"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const hostile = [
+      ">".repeat(10_000), "> ".repeat(10_000), "- ".repeat(10_000), "*".repeat(1_000_000), "*".repeat(19_999), "**a ".repeat(5000), "_a *b ".repeat(3000),
+      "`".repeat(19_999), Array.from({ length: 190 }, (_, i) => "`".repeat(i + 1)).join(" "), "[".repeat(19_999), "[a](".repeat(4000), `${"|".repeat(50_000)}\n${"-|".repeat(50_000)}`,
+      `|a|b|\n|-|-|\n${"|".repeat(150_000)}`, `\`\`\`${" ".repeat(150_000)}\``, `#${" ".repeat(150_000)}`, `-${" ".repeat(150_000)}x`, "* ".repeat(9000), "\\".repeat(19_999),
+      Array.from({ length: 300 }, (_, i) => `${" ".repeat(2 * i)}- a`).join("\n"), `${"- a\n".repeat(40_000)}`, `https://${"(".repeat(9000)}`, `https://a.b/${".".repeat(9000)}`,
+      "<script>alert(1)</script><img src=x onerror=alert(1)>", "[a](javascript:alert(1)) [b](data:text/html,x) [c](<javascript:x>) ![i](https://example.org/i.png)", "[a](https://example.org\" onclick=\"alert(1))",
+    ];
+    const found = await page.evaluate(async (texts) => {
+      const { blocks } = await import("/console/markdown.js");
+      const deep = (element) => 1 + Math.max(0, ...[...element.children].slice(0, 1000).map(deep));
+      return texts.map((text) => {
+        const root = document.createElement("div");
+        root.append(...blocks(text).map(({ make }) => make()));
+        const all = [...root.querySelectorAll("*")];
+        return {
+          depth: deep(root), count: all.length, tags: [...new Set(all.map(({ localName }) => localName))],
+          attributes: [...new Set(all.flatMap((element) => element.getAttributeNames()))],
+          links: [...root.querySelectorAll("a")].map(({ protocol }) => protocol), letters: root.textContent.length,
+        };
+      });
+    }, hostile);
+    for (const [i, { depth, count, tags, attributes, links }] of found.entries()) {
+      const name = hostile[i].slice(0, 20);
+      assert.ok(depth < 60, `${name}: ${depth} deep`);
+      assert.ok(count <= hostile[i].length, `${name}: ${count} elements`);
+      for (const tag of ["script", "img", "iframe", "b", "style", "object"]) assert.ok(!tags.includes(tag), `${name}: ${tag}`);
+      assert.ok(!attributes.some((attribute) => attribute.startsWith("on") || attribute === "style"), `${name}: ${attributes}`);
+      assert.ok(links.every((protocol) => ["http:", "https:"].includes(protocol)), `${name}: ${links}`);
+    }
+    // A million asterisks stay text.
+    assert.equal(found[3].letters, 1_000_000);
+    // What has streamed so far is shown at every length, and what came before does not change.
+    const streamed = await page.evaluate(async (text) => {
+      const { blocks } = await import("/console/markdown.js");
+      return Array.from({ length: text.length }, (_, i) => {
+        const root = document.createElement("div");
+        const parts = blocks(text.slice(0, i + 1));
+        root.append(...parts.map(({ make }) => make()));
+        return { first: parts[0].key, letters: root.textContent.length, codes: root.querySelectorAll("pre").length, heading: root.querySelector("h3")?.textContent };
+      });
+    }, MARKDOWN);
+    const opened = MARKDOWN.indexOf("```sql\nS") + 8;
+    for (const { first, heading } of streamed.slice(MARKDOWN.indexOf("\n"))) assert.deepEqual([first, heading], ["# Final SQL", "Final SQL"]);
+    for (const { codes } of streamed.slice(opened)) assert.equal(codes, 1);
+    await check(page, seen, "hostile Markdown");
+    await context.close();
+  },
+
   async "a request is watched while it runs"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     // Long enough to be found while it runs: the reply cannot end before.
@@ -230,6 +582,53 @@ const TESTS = {
     await page.reload();
     await page.waitForSelector(".mark");
     assert.equal(await page.locator(".block").count(), 0);
+    await context.close();
+  },
+
+  async "what the views say of one request, of limits and of memory agrees"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "chat");
+    await page.selectOption("#chat-profile", "agents");
+    await say(page, "What is the capital of Italy?", 1);
+    const [, tokens, rate] = (await page.textContent(".message.assistant .foot")).match(/^([\d,]+) tokens.* ([\d.]+) tokens\/s/);
+    await visit(page, "requests");
+    const row = page.locator(".requests-table tbody tr").first();
+    assert.deepEqual([await row.locator(".reply").textContent(), Number(await row.locator(".rate").textContent())], [tokens, Number(rate)]);
+    const spark = await page.locator(".spark").boundingBox();
+    const tile = await page.locator(".tile", { has: page.locator(".spark") }).boundingBox();
+    assert.ok(spark.x + spark.width < tile.x + tile.width - 8);
+    // A row opens as its link does, and a profile with texts in its traces says where they are.
+    await row.locator(".time").click();
+    await page.waitForSelector(".view.requests .facts");
+    await page.waitForFunction(() => document.querySelector(".replies").textContent.includes("Its profile has trace_text"));
+    await visit(page, "profiles");
+    assert.match(await page.textContent("section[aria-labelledby=profile-default] .facts"), /Reply tokensno limit/);
+    await visit(page, "policies");
+    assert.ok((await page.textContent("section[aria-labelledby=policy-passthrough]")).includes("There is no earlier version to roll back to"));
+    await visit(page, "models");
+    await page.waitForSelector(".figure");
+    const memory = await page.textContent("section[aria-labelledby=memory-title]");
+    const size = (text) => { const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/); return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit); };
+    assert.ok(size(memory) >= size(memory.split("Weights")[1]), memory);
+    await check(page, seen, "models");
+    await context.close();
+  },
+
+  async "charts show the requests that have ended"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const { requests } = await (await fetch(`${url}/v1/requests`, { headers: { authorization: `Bearer ${OPERATOR}` } })).json();
+    const timed = requests.filter(({ first_piece_ms: first }) => first !== null);
+    assert.ok(timed.length > 2);
+    await page.waitForFunction((count) => document.querySelector(".plot .dots")?.getAttribute("d").split("M").length === count + 1, timed.length);
+    const sorted = timed.map(({ first_piece_ms: first }) => first).sort((a, b) => a - b);
+    const middle = sorted[Math.floor(sorted.length / 2)];
+    const [first, rate, queue] = await page.locator(".chart").allTextContents();
+    assert.ok(middle >= 1000 || first.includes(`median ${Math.round(middle)} ms`), first);
+    assert.match(rate, /median [\d.]+/);
+    assert.match(queue, /median 0/);
+    await page.waitForFunction(() => document.querySelector(".plot .line").getAttribute("d").split("L").length > 2);
+    await check(page, seen, "charts");
+    await page.screenshot({ path: join(pictures, "charts.png") });
     await context.close();
   },
 
@@ -277,6 +676,37 @@ const TESTS = {
     await page.waitForSelector(".shadow-report .records li");
     await check(page, seen, "policies");
     await page.screenshot({ path: join(pictures, "policies-shadow.png"), fullPage: true });
+    await context.close();
+  },
+
+  async "a model is loaded, kept and unloaded by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    const card = page.locator(".model", { hasText: "spare" });
+    const state = async () => {
+      const { models } = await (await fetch(`${url}/health`)).json();
+      return models.find(({ model }) => model === "spare");
+    };
+    await card.getByRole("button", { name: "Load spare", exact: true }).focus();
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".toast:text-is('spare is loaded')");
+    assert.equal((await state()).state, "loaded");
+    await card.locator(".chip:text-is('loaded')").waitFor();
+    await card.getByText("Unloaded in").waitFor();
+    await check(page, seen, "a loaded model");
+    await page.screenshot({ path: join(pictures, "models-loaded.png"), fullPage: true });
+    await card.getByRole("button", { name: "Keep loaded spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare stays loaded')");
+    assert.equal((await state()).expires_s, null);
+    await card.getByRole("button", { name: "Keep loaded spare" }).waitFor({ state: "detached" });
+    await card.getByRole("button", { name: "Unload spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare is unloaded')");
+    await card.getByRole("button", { name: "Load spare", exact: true }).waitFor();
+    assert.equal((await state()).state, "on disk");
+    // One that stays loaded says so; one without files offers nothing.
+    await page.getByRole("button", { name: "Unload tiny-hybrid-4bit" }).click();
+    await page.waitForSelector(".toast:has-text('tiny-hybrid-4bit stays loaded: the configuration keeps it')");
+    assert.equal(await page.locator(".model", { hasText: "other" }).locator("button").count(), 0);
     await context.close();
   },
 
@@ -331,7 +761,7 @@ const TESTS = {
           await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: device === "phone" });
         }
         await page.evaluate(() => { location.hash = "#/requests"; });
-        await page.locator(".requests-table a").nth(1).click();
+        await page.locator(".requests-table tr", { hasText: "/chat/completions" }).locator("a").nth(1).click();
         await page.waitForSelector(".mark, .records");
         await check(page, seen, `life-${theme}-${device}`);
         await page.screenshot({ path: join(pictures, `life-${theme}-${device}.png`), fullPage: true });

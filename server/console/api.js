@@ -1,10 +1,20 @@
 // Requests to this server. The key lives in sessionStorage: it ends with the tab.
 
+import { tab } from "./storage.js";
+
 const KEY = "steersman-key";
+const LINKED = "steersman-linked";
 
 export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => tab.get(KEY) ?? "",
+  /** Whether it is the key of the link that the server printed. */
+  isLinked: () => tab.get(LINKED) !== null,
+  set: (value, isLinked = false) => {
+    if (value) tab.set(KEY, value);
+    else tab.remove(KEY);
+    if (isLinked) tab.set(LINKED, "yes");
+    else tab.remove(LINKED);
+  },
 };
 
 /** An answer that is an error: `status` is 0 if the server could not be reached. */

@@ -1,158 +1,170 @@
-// A chat box: a conversation with a model, with a profile and control of the reasoning.
+// A chat with a model: the conversation that is open, those that are kept, and the settings.
 
-import { events, get } from "./api.js";
-import { h, title, text, notice, number } from "./dom.js";
+import { key } from "./api.js";
+import { h, title, text, notice, toast } from "./dom.js";
+import { Conversation } from "./conversation.js";
+import { Conversations } from "./conversations.js";
+import { history } from "./history.js";
+import { bubble } from "./message.js";
+import { receive } from "./reply.js";
+import { settings } from "./settings.js";
+import { tab } from "./storage.js";
 
-/** The conversation outlives the view, not the tab. */
-const messages = [];
-
-/** Text with fenced code as blocks; everything else stays as it is. */
-function formatted(source) {
-  return source.split(/^```/m).map((part, i) => {
-    if (i % 2 === 0) return part.trim() ? h("p", { class: "pre" }, part.trim()) : null;
-    const [language, ...lines] = part.split("\n");
-    return h("pre", { tabindex: "0", "aria-label": language.trim() ? `Code: ${language.trim()}` : "Code" }, h("code", {}, lines.join("\n").trimEnd()));
-  }).filter(Boolean);
-}
-
-function bubble(message, state) {
-  const body = h("div", { class: "body" });
-  const thoughts = h("p", { class: "pre" });
-  const reasoning = h("details", { class: "thoughts" }, h("summary", {}, "Reasoning"), thoughts);
-  const foot = h("p", { class: "foot muted small" });
-  const element = h("div", { class: `message ${message.role}` }, h("p", { class: "who" }, message.role === "user" ? "You" : message.model ?? "Model"));
-  if (message.role === "assistant") element.append(reasoning);
-  element.append(body, foot);
-  const draw = (isRunning) => {
-    reasoning.hidden = !message.reasoning;
-    if (isRunning) reasoning.open = message.content === "";
-    thoughts.textContent = message.reasoning ?? "";
-    if (isRunning || message.role === "user") body.replaceChildren(h("p", { class: "pre" }, message.content, isRunning ? h("span", { class: "cursor" }) : ""));
-    else body.replaceChildren(...formatted(message.content));
-    if (message.error) body.append(notice("bad", h("p", {}, message.error)));
-    foot.replaceChildren(message.foot ?? "");
-    if (message.id && !isRunning) foot.append(" ", state.isOperator ? h("a", { href: `#/requests/${encodeURIComponent(message.id)}` }, "What happened") : "");
-    for (const note of isRunning ? [] : message.notes ?? []) foot.append(h("span", { class: "mark" }, note));
-  };
-  return { element, draw };
-}
-
-const field = (id, label, control) => h("div", { class: "field" }, h("label", { for: id }, label), control);
+/** The name under which a tab knows its open conversation. */
+const OPEN = "chat-open";
+/** Milliseconds between two drawings, and between two savings, of a reply that streams. */
+const DRAW_MS = 60;
+const SAVE_MS = 2000;
+/** Problems of saving that were shown: each is said once. */
+const told = new Set();
 
 export function chat(element, state, profile) {
-  const model = h("select", { id: "chat-model" });
-  const profiles = h("select", { id: "chat-profile" }, state.profiles.map(({ name }) => h("option", { value: name }, name)));
-  const thinking = h("select", { id: "chat-thinking" }, [["", "The policy decides"], ["on", "On"], ["off", "Off"]].map(([value, label]) => h("option", { value }, label)));
-  const budget = h("input", { id: "chat-budget", type: "number", min: "0", step: "1", placeholder: "no limit" });
-  const temperature = h("input", { id: "chat-temperature", type: "number", min: "0", max: "2", step: "0.1", placeholder: "of the profile" });
-  const most = h("input", { id: "chat-max", type: "number", min: "1", step: "1", placeholder: "of the server" });
-  const system = h("textarea", { id: "chat-system", rows: "3", placeholder: "none" });
-  const settings = [model, profiles, thinking, budget, temperature, most, system];
-  const own = state.access.profile ?? "default";
-  profiles.value = state.profiles.some(({ name }) => name === profile) ? profile : state.profiles.some(({ name }) => name === own) ? own : state.profiles[0]?.name ?? "";
-  for (const control of settings) {
-    const saved = sessionStorage.getItem(control.id);
-    if (saved !== null && !(control === profiles && profile) && control !== model) control.value = saved;
-    control.addEventListener("change", () => sessionStorage.setItem(control.id, control.value));
-  }
-
+  const abort = new AbortController();
+  const store = new Conversations(state.access, key.isLinked());
+  const asked = settings(state, profile, abort.signal);
+  const kept = history(store, {
+    open: (id) => open(store.get(id)), removed: (id) => id === conversation.id && open(null), current: () => conversation,
+    add: (imported) => {
+      open(imported);
+      save();
+      kept.draw();
+    },
+  });
   const list = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const hello = h("div", { class: "empty" }, h("p", { class: "strong" }, "Ask something"), h("p", { class: "muted" }, "Enter sends, Shift+Enter begins a new line. Reasoning is folded when the answer begins."));
   const input = h("textarea", { id: "chat-input", rows: "2", "aria-label": "Message", placeholder: "Message" });
   const button = h("button", { class: "primary", id: "chat-send" }, "Send");
   const clear = h("button", { type: "button", class: "quiet" }, "New chat");
   const form = h("form", { class: "composer" }, input, button);
-  const panel = h("details", { class: "settings card", open: matchMedia("(min-width: 900px)").matches }, h("summary", {}, "Settings"),
-    h("div", { class: "fields" },
-      field("chat-model", "Model", model), field("chat-profile", "Profile", profiles), field("chat-thinking", "Reasoning", thinking),
-      field("chat-budget", "Reasoning tokens, at most", budget), field("chat-temperature", "Temperature", temperature),
-      field("chat-max", "Reply tokens, at most", most), field("chat-system", "System message", system)));
+  const problems = h("div", { class: "problems", role: "status" });
   element.append(title("Chat", "Requests from here are listed like any other.", clear),
-    h("div", { class: "chat-columns" }, h("div", { class: "conversation card" }, hello, list, form), panel));
+    h("div", { class: "chat-columns" }, h("div", { class: "conversation card" }, hello, list, problems, form), h("div", { class: "side" }, kept.element, asked.element)));
 
+  let conversation;
+  /** How to stop the reply that streams. */
   let running = null;
   const isDown = () => list.scrollHeight - list.scrollTop - list.clientHeight < 80;
   const down = () => { list.scrollTop = list.scrollHeight; };
 
+  function save() {
+    const { removed, problem } = store.save(conversation);
+    if (removed.length) toast(`Deleted to make room: ${removed.map((name) => `“${name}”`).join(", ")}`);
+    if (problem && !told.has(problem)) {
+      told.add(problem);
+      problems.replaceChildren(notice("info", h("p", {}, problem)));
+    }
+  }
+
+  const acts = {
+    choose(message, by) {
+      stop();
+      conversation.choose(message);
+      save();
+      const shown = show().get(message.id);
+      const [same, other] = by < 0 ? [".previous", ".next"] : [".next", ".previous"];
+      (shown.querySelector(`${same}:enabled`) ?? shown.querySelector(other)).focus();
+      shown.scrollIntoView({ block: "nearest" });
+    },
+    edit(message, content) {
+      stop();
+      conversation.add({ role: "user", content }, message.parent);
+      show();
+      answer();
+    },
+    regenerate(message) {
+      stop();
+      conversation.leave(message);
+      show();
+      answer();
+    },
+  };
+
   function add(message) {
-    const made = bubble(message, state);
+    const made = bubble(message, state, conversation.siblings(message), acts);
     list.append(made.element);
     hello.hidden = true;
+    list.hidden = false;
     return made;
   }
-  messages.forEach((message) => add(message).draw(false));
-  hello.hidden = messages.length > 0;
-  list.hidden = messages.length === 0;
 
-  function body() {
-    const { value: name } = profiles;
-    const asked = { model: model.value, stream: true, stream_options: { include_usage: true } };
-    asked.messages = [
-      ...(system.value.trim() ? [{ role: "system", content: system.value }] : []),
-      ...messages.filter((message) => !message.error).map(({ role, content }) => ({ role, content })),
-    ];
-    if (thinking.value) asked.chat_template_kwargs = { enable_thinking: thinking.value === "on" };
-    if (budget.value !== "") asked.max_thinking_tokens = Number(budget.value);
-    if (temperature.value !== "") asked.temperature = Number(temperature.value);
-    if (most.value !== "") asked.max_tokens = Number(most.value);
-    return { asked, headers: name ? { "x-steersman-profile": name } : {} };
+  /** Stops the reply that streams, if any. */
+  function stop() {
+    running?.abort();
+    running = null;
+    text(button, "Send");
+  }
+
+  /** Shows the messages of the conversation. Returns their elements by id. */
+  function show() {
+    list.replaceChildren();
+    const path = conversation.path();
+    list.hidden = path.length === 0;
+    hello.hidden = path.length > 0;
+    return new Map(path.map((message) => {
+      const made = add(message);
+      made.draw(false);
+      return [message.id, made.element];
+    }));
+  }
+
+  /** Opens a conversation; null begins a new one. */
+  function open(next) {
+    stop();
+    conversation = next ?? new Conversation();
+    tab.set(OPEN, conversation.id);
+    show();
+    kept.draw(conversation.id);
+    down();
   }
 
   async function send() {
     const content = input.value.trim();
     if (!content || running) return;
-    running = new AbortController();
-    text(button, "Stop");
-    list.hidden = false;
-    const question = { role: "user", content };
-    messages.push(question);
-    add(question).draw(false);
+    add(conversation.add({ role: "user", content })).draw(false);
     input.value = "";
-    // A message can be sent before the server has listed its models.
-    await listed;
-    const { asked, headers } = body();
-    const answer = { role: "assistant", model: model.value, content: "", reasoning: "" };
-    const shown = add(answer);
-    shown.draw(true);
+    await answer();
+  }
+
+  /** Gets a reply to the messages that are shown. */
+  async function answer() {
+    const own = conversation;
+    const ours = new AbortController();
+    running = ours;
+    text(button, "Stop");
+    save();
+    kept.draw();
     down();
-    const started = performance.now();
-    let first = 0;
-    try {
-      for await (const { data } of events("/v1/chat/completions", { body: asked, headers, signal: running.signal })) {
-        if (data.error) throw new Error(data.error.message);
-        answer.id = data.id ?? answer.id;
-        const delta = data.choices?.[0]?.delta ?? {};
-        if (!first && (delta.content || delta.reasoning_content)) first = performance.now();
-        answer.reasoning += delta.reasoning_content ?? "";
-        answer.content += delta.content ?? "";
-        for (const call of delta.tool_calls ?? []) answer.content += `${call.function?.name ? `\n[calls ${call.function.name}] ` : ""}${call.function?.arguments ?? ""}`;
-        if (data.steersman?.notes) answer.notes = data.steersman.notes;
-        if (data.usage) answer.usage = data.usage;
-        const follow = isDown();
-        shown.draw(true);
-        if (follow) down();
-      }
-    } catch (error) {
-      if (error.name === "AbortError") answer.foot = "Stopped. ";
-      else answer.error = error.message;
-    }
-    const { usage } = answer;
-    if (usage) {
-      const seconds = (performance.now() - (first || started)) / 1000;
-      const reasoning = usage.completion_tokens_details?.reasoning_tokens;
-      answer.foot = `${number(usage.completion_tokens)} tokens${reasoning ? `, ${number(reasoning)} of them reasoning` : ""}, ${(usage.completion_tokens / Math.max(seconds, 0.001)).toFixed(1)} tokens/s; prompt ${number(usage.prompt_tokens)}, ${number(usage.prompt_tokens_details?.cached_tokens ?? 0)} from the cache.`;
-    }
-    messages.push(answer);
-    const follow = isDown();
-    shown.draw(false);
-    if (follow) down();
-    running = null;
-    text(button, "Send");
+    // A message can be sent before the server has listed its models.
+    await asked.listed.catch(() => {});
+    if (ours.signal.aborted) return;
+    const request = asked.request(own.path());
+    const message = own.add({ role: "assistant", model: request.body.model, content: "", reasoning: "", notes: [] });
+    const shown = add(message);
+    const draw = (isRunning) => {
+      const follow = isDown();
+      shown.draw(isRunning);
+      if (follow) down();
+    };
+    draw(true);
+    const drawing = new Timer(DRAW_MS, () => draw(true));
+    const saving = new Timer(SAVE_MS, () => own === conversation && save());
+    await receive(request, message, ours.signal, () => {
+      drawing.start();
+      saving.start();
+    });
+    drawing.stop();
+    saving.stop();
+    draw(false);
+    if (own === conversation) {
+      save();
+      kept.draw();
+    } else if (store.get(own.id)) store.save(own);
+    if (running === ours) stop();
   }
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) running.abort();
+    if (running) stop();
     else send();
   });
   input.addEventListener("keydown", (event) => {
@@ -160,28 +172,50 @@ export function chat(element, state, profile) {
       event.preventDefault();
       send();
     }
-    if (event.key === "Escape") running?.abort();
+    if (event.key === "Escape") stop();
   });
   clear.addEventListener("click", () => {
-    running?.abort();
-    messages.length = 0;
-    list.replaceChildren();
-    list.hidden = true;
-    hello.hidden = false;
+    open(null);
     input.focus();
   });
-
-  const abort = new AbortController();
-  const listed = get("/v1/models", abort.signal).then(({ data }) => {
-    const names = data.map(({ id }) => id).filter((id) => !id.includes("@"));
-    model.append(...names.map((id) => h("option", { value: id }, id)));
-    const saved = sessionStorage.getItem("chat-model");
-    if (names.includes(saved)) model.value = saved;
-  }).catch((error) => {
+  const unwatch = store.watch((id) => {
+    const newer = store.get(id);
+    if (id === conversation.id && newer && !running) open(newer);
+    else kept.draw();
+  });
+  // What has streamed so far stays when the page is left.
+  const leave = () => running && save();
+  window.addEventListener("pagehide", leave);
+  asked.listed.catch((error) => {
     if (!abort.signal.aborted) element.append(notice("bad", h("p", {}, error.message)));
   });
+
+  open(store.get(tab.get(OPEN) ?? ""));
   return () => {
+    unwatch();
+    window.removeEventListener("pagehide", leave);
+    stop();
     abort.abort();
-    running?.abort();
   };
+}
+
+/** Runs `work` at most once in `ms`, after `start`. */
+class Timer {
+  #timer = null;
+
+  constructor(ms, work) {
+    Object.assign(this, { ms, work });
+  }
+
+  start() {
+    this.#timer ??= setTimeout(() => {
+      this.#timer = null;
+      this.work();
+    }, this.ms);
+  }
+
+  stop() {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+  }
 }

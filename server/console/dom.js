@@ -114,6 +114,37 @@ export function bar(label, parts, whole) {
     shown.map((part) => h("span", { class: `part ${part.kind}`, width: `${(100 * part.value) / Math.max(whole, 1)}%` })));
 }
 
+/** Puts a text on the clipboard; returns whether it is there. Pages without TLS on other hosts have the old way only. */
+async function copy(value) {
+  try {
+    await navigator.clipboard.writeText(value);
+    return true;
+  } catch {
+    const area = h("textarea", { class: "sr", value, "aria-hidden": "true", tabindex: "-1" });
+    document.body.append(area);
+    const focused = document.activeElement;
+    area.select();
+    const isCopied = document.execCommand("copy");
+    area.remove();
+    focused?.focus();
+    return isCopied;
+  }
+}
+
+/** A button that copies what `read` returns; `what` tells a screen reader which text that is. */
+export function copyButton(read, what) {
+  const label = h("span", {}, "Copy");
+  return h("button", { type: "button", class: "quiet copy", onclick: async () => {
+    text(label, await copy(read()) ? "Copied" : "Not copied");
+    setTimeout(() => text(label, "Copy"), 2000);
+  } }, label, h("span", { class: "sr" }, ` ${what}`));
+}
+
+/** A block of code with a button that copies it. */
+export const code = (name, source) =>
+  h("div", { class: "code" }, h("p", { class: "muted small row" }, name || "Code", copyButton(() => source, "the code")),
+    h("pre", { tabindex: "0", "aria-label": name ? `Code: ${name}` : "Code" }, h("code", {}, source)));
+
 /** A message that goes away. */
 export function toast(message, kind = "good") {
   const note = h("div", { class: `toast ${kind}` }, message);

@@ -144,7 +144,9 @@ export function life(element, state, id) {
     return transcripts.get(choice);
   };
 
+  let profile = null;
   function describe(request) {
+    ({ profile } = request);
     if (status.textContent !== request.phase) status.replaceChildren(chip(request.phase));
     const rate = request.tokens_per_second;
     const shown = [
@@ -229,7 +231,10 @@ export function life(element, state, id) {
       if (!isLate) break;
     }
     if (!replies.querySelector(".block")) {
-      replies.prepend(h("p", { class: "muted" }, "The text of a reply is shown while it streams. It is not kept: this request had ended before the page was opened."));
+      const isTraced = state.profiles.some(({ name, trace_text: isKept }) => name === profile && isKept);
+      replies.prepend(h("p", { class: "muted" }, isTraced
+        ? "The text of a reply is shown while it streams; this request had ended before the page was opened. Its profile has trace_text: the policy decisions have the texts that policies were given."
+        : "The text of a reply is shown while it streams. It is not kept: this request had ended before the page was opened."));
     }
     reload.hidden = true;
     await readTrace();

@@ -2,14 +2,16 @@
 
 import { get, key, post, ApiError } from "./api.js";
 import { h, text, notice } from "./dom.js";
+import { local } from "./storage.js";
 import { requests } from "./requests.js";
 import { life } from "./life.js";
 import { policies } from "./policies.js";
 import { profiles } from "./profiles.js";
 import { models } from "./models.js";
 import { chat } from "./chat.js";
+import { connect } from "./connect.js";
 
-const VIEWS = { requests, policies, profiles, models, chat };
+const VIEWS = { requests, policies, profiles, models, chat, connect };
 const main = document.querySelector("#main");
 
 /** What the key may do: `GET /v1/profiles`. Shared by all views. */
@@ -75,7 +77,7 @@ async function enter() {
   if (name !== "enter") return null;
   history.replaceState(null, "", "#/requests");
   try {
-    key.set((await post("/v1/session", { token })).key);
+    key.set((await post("/v1/session", { token })).key, true);
     return null;
   } catch (error) {
     return error.message;
@@ -141,10 +143,10 @@ function theme(name) {
   text(document.querySelector("#theme-label"), `Theme: ${name}`);
 }
 
-theme(localStorage.getItem("steersman-theme") ?? "system");
+theme(local.get("steersman-theme") ?? "system");
 document.querySelector("#theme").addEventListener("click", () => {
   const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % THEMES.length];
-  localStorage.setItem("steersman-theme", next);
+  local.set("steersman-theme", next);
   theme(next);
 });
 

@@ -1,6 +1,6 @@
-// The models: which are loaded, downloads, and memory by account.
+// The models: which are loaded, loading and unloading, downloads, and memory by account.
 
-import { events, get } from "./api.js";
+import { events, get, post } from "./api.js";
 import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, empty, text } from "./dom.js";
 import { poll } from "./requests.js";
 
@@ -19,15 +19,42 @@ function memory(engines) {
   const { limit, arrays } = engines[0].bytes;
   const sums = ACCOUNTS.map(([field, name, kind]) => ({ name, kind, value: engines.reduce((sum, engine) => sum + (engine.bytes[field] ?? 0), 0) }));
   const known = sums.reduce((sum, part) => sum + part.value, 0);
+  // Arrays are counted after the first pass, accounts from the start.
+  const used = Math.max(arrays, known);
   const parts = [...sums, { name: "Other arrays", kind: "other", value: Math.max(arrays - known, 0) }].map((part) => ({ ...part, text: bytes(part.value) }));
-  const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - Math.max(arrays, known), 0), text: bytes(Math.max(limit - Math.max(arrays, known), 0)) }];
+  const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - used, 0), text: bytes(Math.max(limit - used, 0)) }];
   return h("div", {},
-    h("p", {}, h("span", { class: "figure" }, bytes(arrays)), h("span", { class: "muted" }, ` of ${bytes(limit)} for arrays`)),
+    h("p", {}, h("span", { class: "figure" }, bytes(used)), h("span", { class: "muted" }, ` of ${bytes(limit)} for arrays`)),
     h("div", { class: "tall" }, bar("Memory", parts, limit)),
     h("ul", { class: "legend" }, shown.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} `, h("span", { class: "strong" }, part.text)))));
 }
 
-function fill(card, { model: entry, report, aliases }) {
+/** The state of a model: `report.state` knows of loading, `entry.state` of the files. */
+const stateOf = ({ model: entry, report }) => (report.state !== "on disk" ? report.state : entry.state);
+
+/** What a key may do with a model: `keep_alive` of `POST /api/generate` is how long it stays loaded. */
+const ACTS = [
+  ["Load", "on disk", undefined, "is loaded"],
+  ["Unload", "loaded", 0, "is unloaded"],
+  ["Keep loaded", "loaded", -1, "stays loaded"],
+];
+
+/** Shows the buttons of a model if they are others than before. A button that had the focus gives it to the one in its place. */
+function offer(row, item, busy, act) {
+  const state = stateOf(item);
+  const { id } = item.model;
+  const acts = ACTS.filter(([label, from]) => from === state && (label !== "Keep loaded" || item.report.expires_s !== null));
+  const shown = JSON.stringify([acts, busy.get(id)]);
+  if (row.dataset.shown === shown) return;
+  row.dataset.shown = shown;
+  const hadFocus = row.contains(document.activeElement);
+  row.replaceChildren(...(busy.has(id) ? [h("button", { type: "button", disabled: true }, busy.get(id))] : acts.map((one) => h("button", { type: "button", "aria-label": `${one[0]} ${id}`, onclick: () => act(id, one) }, one[0]))));
+  row.hidden = row.childElementCount === 0;
+  if (hadFocus) row.querySelector("button")?.focus();
+}
+
+function fill(card, item) {
+  const { model: entry, report, aliases } = item;
   const known = [
     ["Family", entry.family], ["Size", entry.size && bytes(entry.size)], ["Parameters", entry.parameters && short(entry.parameters)],
     ["Quantization", entry.quantization], ["Context", entry.context && `${number(entry.context)} tokens`],
@@ -35,7 +62,7 @@ function fill(card, { model: entry, report, aliases }) {
     ["Unloaded in", report.expires_s !== null && duration(report.expires_s * 1000)],
   ];
   const facts = known.filter(([, value]) => value).map(([name, value]) => fact(name, value));
-  const state = report.state !== "on disk" ? report.state : entry.state;
+  const state = stateOf(item);
   card.replaceChildren(
     h("div", { class: "row" }, h("h3", { class: "wrap" }, entry.id), chip(state, STATES[state])),
     aliases.length ? h("p", { class: "muted small wrap" }, `Also ${aliases.join(", ")}`) : "",
@@ -90,21 +117,44 @@ export function models(element, state) {
     h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
     pull(state),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
+  /** Models that a button of this page loads or unloads, with what it does. */
+  const busy = new Map();
+  async function act(id, [label, , keepAlive, done]) {
+    busy.set(id, `${label}…`);
+    refresh();
+    try {
+      await post("/api/generate", { model: id, stream: false, keep_alive: keepAlive });
+      const { models: reports } = await get("/health");
+      const isHeld = keepAlive === 0 && reports.find(({ model }) => model === id)?.state === "loaded";
+      toast(isHeld ? `${id} stays loaded: the configuration keeps it, or requests use it` : `${id} ${done}`);
+    } catch (error) {
+      toast(`${id}: ${error.message}`, "bad");
+    }
+    busy.delete(id);
+    refresh();
+  }
+
   let before = "";
-  return poll(async (signal) => {
-    const [{ data }, health, cache] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal)]);
-    const own = new Map(health.models.map((report) => [report.model, report]));
-    const items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
-      model: entry, report: own.get(entry.id),
-      aliases: data.filter((other) => other.alias_of === entry.id).map((other) => other.id),
-    }));
-    keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }), (card, item) => {
+  let items = [];
+  function refresh() {
+    keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }, h("div", { class: "known" }), h("div", { class: "actions" })), (card, item) => {
+      const [known, row] = card.children;
       const now = JSON.stringify(item);
       if (card.dataset.shown !== now) {
         card.dataset.shown = now;
-        fill(card, item);
+        fill(known, item);
       }
+      offer(row, item, busy, act);
     });
+  }
+  return poll(async (signal) => {
+    const [{ data }, health, cache] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal)]);
+    const own = new Map(health.models.map((report) => [report.model, report]));
+    items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
+      model: entry, report: own.get(entry.id),
+      aliases: data.filter((other) => other.alias_of === entry.id).map((other) => other.id),
+    }));
+    refresh();
     const now = JSON.stringify(health.engines.map((engine) => engine.bytes));
     if (now !== before) accounts.replaceChildren(memory(health.engines));
     before = now;

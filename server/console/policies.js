@@ -29,14 +29,20 @@ function card(policy, state, act) {
   const file = h("input", { type: "file", accept: ".wasm,.steer,application/wasm", class: "sr", id: `file-${policy.name}`, tabindex: "-1", "aria-label": `Component for ${policy.name}`,
     onchange: () => file.files[0] && act(policy, "push", file.files[0]).finally(() => { file.value = ""; }) });
   const push = h("button", { type: "button", "data-act": "push", onclick: () => file.click(),
-    disabled: !state.isOperator || !policy.file, title: policy.file ? null : "A shipped policy can be replaced if policy.folder is set" }, "Push a version…");
+    disabled: !state.isOperator || !policy.file }, "Push a version…");
   const back = h("button", { type: "button", "data-act": "rollback", disabled: !state.isOperator || !target,
     onclick: async () => {
       const sure = await confirm(`Roll back ${policy.name}?`, `New requests get the version ${target.sha256.slice(0, 12)} again. Running requests keep theirs.`, "Roll back");
       if (sure) act(policy, "rollback");
     } }, "Roll back");
+  // Without an operator's key, the head of the page says it.
+  const why = state.isOperator ? [
+    !policy.file && "It is in the binary: set policy.folder to push versions of it.",
+    policy.file && !target && "There is no earlier version to roll back to.",
+  ].filter(Boolean) : [];
   const section = h("section", { class: "card policy", "aria-labelledby": `policy-${policy.name}` },
     h("div", { class: "row" }, h("h2", { id: `policy-${policy.name}` }, policy.name), h("div", { class: "actions" }, file, back, push)),
+    why.length ? h("p", { class: "muted small" }, why.join(" ")) : null,
     policy.sha256 ? null : notice("bad", h("p", { class: "strong" }, "No version is active: it fails in every request"), h("p", {}, policy.retries ? "The server compiles it again by itself." : "Push another version, or replace its file.")),
     policy.problem && notice("bad", h("p", { class: "strong" }, `${policy.sha256 ? "The newest version was rejected" : "It did not compile"} at ${time(policy.problem.at)}`), h("pre", { tabindex: "0", "aria-label": "Reason" }, policy.problem.message)),
     h("dl", { class: "facts" }, fact("Contract", policy.contract), fact("File", policy.file ?? "in the binary"),

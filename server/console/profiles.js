@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { h, title, chip, fact, number, rounded, notice, empty } from "./dom.js";
 import { poll } from "./requests.js";
 
-const limit = (value, unit = "") => (value ? `${number(value)}${unit}` : "none");
+const limit = (value, unit = "") => (value ? `${number(value)}${unit}` : "no limit");
 
 function chain(profile) {
   const link = (name, isShadow) => h("li", {}, h("a", { href: "#/policies" }, name), isShadow ? chip("shadow") : null);

@@ -1,6 +1,7 @@
 // The requests that run and wait, and the newest ones that have ended.
 
 import { get } from "./api.js";
+import { chart, Samples } from "./charts.js";
 import { h, svg, keyed, text, title, chip, number, duration, bytes, percent, time, bar, empty, notice } from "./dom.js";
 
 const ENDED = ["finished", "failed", "cancelled"];
@@ -50,7 +51,9 @@ function row(request) {
   cells[4].dataset.label = "Reply";
   cells[5].dataset.label = "Tokens/s";
   cells[6].dataset.label = "Time";
-  return h("tr", {}, cells);
+  // The link is for keyboards; a click beside it opens the same.
+  const open = (event) => !event.target.closest("a") && getSelection().isCollapsed && cells[1].querySelector("a")?.click();
+  return h("tr", { onclick: open }, cells);
 }
 
 function fill(line, request) {
@@ -62,6 +65,7 @@ function fill(line, request) {
     const name = request.id
       ? h("a", { href: `#/requests/${encodeURIComponent(request.id)}`, title: request.id }, request.id.slice(0, 18))
       : h("span", {}, `No. ${request.number}`);
+    line.classList.toggle("opens", Boolean(request.id));
     what.append(name, h("span", { class: "muted small" }, request.stream ? `${route}, stream` : route));
   }
   const model = `${request.profile ?? "–"} ${request.model ?? ""}`;
@@ -103,6 +107,29 @@ function sparkline() {
   }];
 }
 
+/** Requests that wait, as this page has seen it; a list of requests does not tell. */
+const queue = new Samples();
+
+/** Charts of the requests that have ended, and of the queue. */
+function charts() {
+  const first = chart("First token", duration);
+  const rate = chart("Tokens per second", (value) => value.toFixed(1));
+  const waiting = chart("Waiting requests", number, true);
+  const element = h("section", { "aria-labelledby": "charts-title" }, h("h2", { id: "charts-title" }, "Over time"), h("div", { class: "charts" }, first.element, rate.element, waiting.element));
+  /** `ended`: the newest requests that have ended. */
+  function draw(ended) {
+    const now = Date.now() / 1000;
+    const from = Math.min(...ended.map(({ arrived }) => arrived), now);
+    const points = (value) => ended.filter((request) => value(request) !== null).map((request) => ({ at: request.arrived, value: value(request) }));
+    first.draw(points((request) => request.first_piece_ms), from, now);
+    rate.draw(points((request) => request.tokens_per_second), from, now);
+    const samples = queue.points();
+    waiting.draw(samples, samples[0].at, now);
+    element.hidden = ended.length === 0;
+  }
+  return { element, draw };
+}
+
 export function requests(element, state) {
   const [active, activeBody] = table("Requests that run or wait");
   const [ended, endedBody] = table("Requests that have ended");
@@ -112,12 +139,14 @@ export function requests(element, state) {
   const hint = !state.isOperator && notice("info", h("p", {}, state.access.operators
     ? "This key sees numbers. An operator's key also opens each request: its text as it streams, and every policy decision."
     : "An operator opens each request: its text as it streams, and every policy decision. Create a key with: steersman keys create me --operator"));
+  const overTime = charts();
   const rate = tile("Tokens per second", "rate");
   rate.append(spark);
   element.append(
     title("Requests", "What the server does now, and what it did last."),
     h("div", { class: "tiles" }, tile("Running", "running"), tile("Waiting", "waiting"), rate, tile("Prompts from the cache", "cached"), tile("Memory", "memory")),
     ...(hint ? [hint] : []),
+    overTime.element,
     h("section", {}, h("h2", {}, "Now"), idle, active),
     h("section", {}, h("h2", {}, "Ended"), none, ended),
   );
@@ -146,6 +175,8 @@ export function requests(element, state) {
     put("waiting", number(waiting), waiting ? "for a place" : "the queue is empty");
     put("rate", speed.toFixed(speed < 100 ? 1 : 0), "in the last 10 s");
     push(speed);
+    queue.add(waiting);
+    overTime.draw(past);
     put("cached", percent(counts.cached_tokens, counts.prompt_tokens), `${number(counts.hits)} of ${number(counts.hits + counts.misses)} requests`);
     const [first] = health.engines;
     put("memory", bytes(first.bytes.arrays), `of ${bytes(first.bytes.limit)}`);

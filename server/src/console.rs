@@ -33,7 +33,18 @@ files!(
     "policies.js",
     "profiles.js",
     "models.js",
+    "charts.js",
     "chat.js",
+    "connect.js",
+    "conversation.js",
+    "conversations.js",
+    "history.js",
+    "markdown.js",
+    "message.js",
+    "reply.js",
+    "settings.js",
+    "storage.js",
+    "transfer.js",
 );
 
 /// The page at `/`, if the client is a browser: API clients ask for `/` to find out whether a server is there.
