@@ -49,8 +49,7 @@ export class Conversations {
 
   /**
    * Keeps a conversation, with what another tab has added to it. Returns `removed`, the titles of
-   * the oldest conversations,
-   * which made room for it, and `problem`, why it ends with this page.
+   * the oldest conversations, which made room for it, and `problem`, why it ends with this page.
    */
   save(conversation) {
     const kept = this.get(conversation.id);
@@ -92,8 +91,7 @@ export class Conversations {
     };
   }
 
-  rename(id, name) {
-    const conversation = this.get(id);
+  rename(conversation, name) {
     if (!conversation || !title(name)) return;
     conversation.title = title(name);
     this.save(conversation);

@@ -104,7 +104,8 @@ export function history(store, { open, removed, add, current }) {
           class: "rename",
           onsubmit: (event) => {
             event.preventDefault();
-            store.rename(id, input.value);
+            // The open conversation is newer than what is kept of it.
+            store.rename(current().id === id ? current() : store.get(id), input.value);
             draw();
           },
         },
