@@ -283,7 +283,13 @@ const TESTS = {
     await enter(other, OPERATOR);
     await say(other, "What is the capital of Cuba?", 1);
     await page.waitForSelector(".kept .name:text-is('What is the capital of Cuba?')");
-    await page.click("[aria-label='Delete Rome']");
+    // The one that is open keeps its new name when it goes on.
+    await page.click("[aria-label='Rename Rome']");
+    await page.keyboard.type("Capitals");
+    await page.keyboard.press("Enter");
+    await say(page, "What is the capital of France?", 2);
+    assert.equal(await page.textContent(".kept .open .name"), "Capitals");
+    await page.click("[aria-label='Delete Capitals']");
     await page.click("#confirm-yes");
     await page.waitForSelector(".message", { state: "detached" });
     await page.reload();

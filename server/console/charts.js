@@ -11,24 +11,49 @@ function median(values) {
 }
 
 /**
- * A chart of one quantity. `format` writes a value. `draw(points, from, to)` shows points `{at, value}` between two times in
+ * A chart of one quantity. `format` writes a value. `draw(points, from, to)` shows points `{at,
+ * value}` between two times in
  * seconds since 1970; `isLine` joins them.
  */
 export function chart(name, format, isLine = false) {
   const path = svg("path", { class: isLine ? "line" : "dots" });
-  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", class: "plot", "aria-hidden": "true" }, path);
-  const [words, most, first, last] = ["span", "span", "span", "span"].map((tag) => h(tag, { class: "muted small" }));
-  const element = h("figure", { class: "card chart" },
+  const picture = svg(
+    "svg",
+    {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      preserveAspectRatio: "none",
+      class: "plot",
+      "aria-hidden": "true",
+    },
+    path,
+  );
+  const [words, most, first, last] = ["span", "span", "span", "span"].map((tag) =>
+    h(tag, { class: "muted small" }),
+  );
+  const element = h(
+    "figure",
+    { class: "card chart" },
     h("figcaption", { class: "row" }, h("span", { class: "strong" }, name), words),
-    h("div", { class: "plot-box" }, most, picture), h("div", { class: "row" }, first, last));
+    h("div", { class: "plot-box" }, most, picture),
+    h("div", { class: "row" }, first, last),
+  );
 
   function draw(points, from, to) {
     const values = points.map(({ value }) => value);
     const highest = Math.max(...values, 0);
     const span = Math.max(to - from, 1);
-    const places = points.map(({ at, value }) => [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 6) * value) / (highest || 1)].map((place) => place.toFixed(1)).join(" "));
+    const places = points.map(({ at, value }) =>
+      [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 6) * value) / (highest || 1)]
+        .map((place) => place.toFixed(1))
+        .join(" "),
+    );
     // A line of no length with round ends is a dot, also where the picture is stretched.
-    path.setAttribute("d", isLine ? places.map((place, i) => `${i ? "L" : "M"}${place}`).join("") : places.map((place) => `M${place}h0.01`).join(""));
+    path.setAttribute(
+      "d",
+      isLine
+        ? places.map((place, i) => `${i ? "L" : "M"}${place}`).join("")
+        : places.map((place) => `M${place}h0.01`).join(""),
+    );
     text(words, values.length ? `median ${format(median(values))}` : "nothing yet");
     text(most, values.length ? format(highest) : "");
     text(first, time(from));
@@ -37,7 +62,9 @@ export function chart(name, format, isLine = false) {
   return { element, draw };
 }
 
-/** Samples of the last quarter of an hour, taken once a second while any view is open that takes them. */
+/**
+ * Samples of the last quarter of an hour, taken once a second while the view of requests is open.
+ */
 export class Samples {
   #points = [];
 

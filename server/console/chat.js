@@ -23,32 +23,63 @@ export function chat(element, state, profile) {
   const store = new Conversations(state.access, key.isLinked());
   const asked = settings(state, profile, abort.signal);
   const kept = history(store, {
-    open: (id) => open(store.get(id)), removed: (id) => id === conversation.id && open(null), current: () => conversation,
+    open: (id) => open(store.get(id)),
+    removed: (id) => id === conversation.id && open(null),
+    current: () => conversation,
     add: (imported) => {
       open(imported);
       save();
       kept.draw();
     },
   });
-  const list = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: "0" });
-  const hello = h("div", { class: "empty" }, h("p", { class: "strong" }, "Ask something"), h("p", { class: "muted" }, "Enter sends, Shift+Enter begins a new line. Reasoning is folded when the answer begins."));
-  const input = h("textarea", { id: "chat-input", rows: "2", "aria-label": "Message", placeholder: "Message" });
+  const list = h("div", {
+    class: "messages",
+    role: "log",
+    "aria-label": "Conversation",
+    tabindex: "0",
+  });
+  const hello = h(
+    "div",
+    { class: "empty" },
+    h("p", { class: "strong" }, "Ask something"),
+    h(
+      "p",
+      { class: "muted" },
+      "Enter sends, Shift+Enter begins a new line. Reasoning is folded when the answer begins.",
+    ),
+  );
+  const input = h("textarea", {
+    id: "chat-input",
+    rows: "2",
+    "aria-label": "Message",
+    placeholder: "Message",
+  });
   const button = h("button", { class: "primary", id: "chat-send" }, "Send");
   const clear = h("button", { type: "button", class: "quiet" }, "New chat");
   const form = h("form", { class: "composer" }, input, button);
   const problems = h("div", { class: "problems", role: "status" });
-  element.append(title("Chat", "Requests from here are listed like any other.", clear),
-    h("div", { class: "chat-columns" }, h("div", { class: "conversation card" }, hello, list, problems, form), h("div", { class: "side" }, kept.element, asked.element)));
+  element.append(
+    title("Chat", "Requests from here are listed like any other.", clear),
+    h(
+      "div",
+      { class: "chat-columns" },
+      h("div", { class: "conversation card" }, hello, list, problems, form),
+      h("div", { class: "side" }, kept.element, asked.element),
+    ),
+  );
 
   let conversation;
   /** How to stop the reply that streams. */
   let running = null;
   const isDown = () => list.scrollHeight - list.scrollTop - list.clientHeight < 80;
-  const down = () => { list.scrollTop = list.scrollHeight; };
+  const down = () => {
+    list.scrollTop = list.scrollHeight;
+  };
 
   function save() {
     const { removed, problem } = store.save(conversation);
-    if (removed.length) toast(`Deleted to make room: ${removed.map((name) => `“${name}”`).join(", ")}`);
+    if (removed.length)
+      toast(`Deleted to make room: ${removed.map((name) => `“${name}”`).join(", ")}`);
     if (problem && !told.has(problem)) {
       told.add(problem);
       problems.replaceChildren(notice("info", h("p", {}, problem)));
@@ -100,11 +131,13 @@ export function chat(element, state, profile) {
     const path = conversation.path();
     list.hidden = path.length === 0;
     hello.hidden = path.length > 0;
-    return new Map(path.map((message) => {
-      const made = add(message);
-      made.draw(false);
-      return [message.id, made.element];
-    }));
+    return new Map(
+      path.map((message) => {
+        const made = add(message);
+        made.draw(false);
+        return [message.id, made.element];
+      }),
+    );
   }
 
   /** Opens a conversation; null begins a new one. */
@@ -138,7 +171,13 @@ export function chat(element, state, profile) {
     await asked.listed.catch(() => {});
     if (ours.signal.aborted) return;
     const request = asked.request(own.path());
-    const message = own.add({ role: "assistant", model: request.body.model, content: "", reasoning: "", notes: [] });
+    const message = own.add({
+      role: "assistant",
+      model: request.body.model,
+      content: "",
+      reasoning: "",
+      notes: [],
+    });
     const shown = add(message);
     const draw = (isRunning) => {
       const follow = isDown();

@@ -1,4 +1,5 @@
-// One conversation: a tree of messages, of which one path is shown. Messages are added and never moved.
+// One conversation: a tree of messages, of which one path is shown. Messages are added and never
+// moved.
 
 const ROLES = ["user", "assistant"];
 /** Fields of a message besides `id`, `parent`, `role` and `content`; all are texts but `notes`. */
@@ -7,7 +8,10 @@ const FORMAT = "steersman-conversation";
 /** Messages of a conversation that is imported, at most. */
 const MESSAGES = 10_000;
 
-const newId = () => [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+const newId = () =>
+  [...crypto.getRandomValues(new Uint8Array(8))]
+    .map((byte) => byte.toString(16).padStart(2, "0"))
+    .join("");
 
 export class Conversation {
   constructor({ id = newId(), title = "", updated = 0, tip = null, messages = [] } = {}) {
@@ -18,7 +22,8 @@ export class Conversation {
   path(to = this.tip) {
     const known = new Map(this.messages.map((message) => [message.id, message]));
     const path = [];
-    for (let message = known.get(to); message; message = known.get(message.parent)) path.push(message);
+    for (let message = known.get(to); message; message = known.get(message.parent))
+      path.push(message);
     return path.reverse();
   }
 
@@ -49,7 +54,9 @@ export class Conversation {
     this.updated = Date.now();
   }
 
-  /** Adds the messages of another copy, such as that of another tab, which this one does not have. */
+  /**
+   * Adds the messages of another copy, such as that of another tab, which this one does not have.
+   */
   merge({ messages }) {
     const own = new Set(this.messages.map(({ id }) => id));
     const others = messages.filter(({ id }) => !own.has(id));
@@ -61,7 +68,10 @@ export class Conversation {
     return { format: FORMAT, version: 1, id, title: name, updated, tip, messages };
   }
 
-  /** The conversation in `source`, JSON as `JSON.stringify` writes one. Throws an `Error` that names what is wrong. */
+  /**
+   * Returns the conversation in `source`, JSON as `JSON.stringify` writes one. Throws an `Error`
+   * that names what is wrong.
+   */
   static parse(source) {
     let value;
     try {
@@ -69,30 +79,53 @@ export class Conversation {
     } catch (error) {
       throw new Error(`it is no JSON: ${error.message}`);
     }
-    const fail = (field, what) => { throw new Error(`${field}: ${what}`); };
+    const fail = (field, what) => {
+      throw new Error(`${field}: ${what}`);
+    };
     if (value?.format !== FORMAT) fail("format", `must be "${FORMAT}"`);
     if (value.version !== 1) fail("version", "this console reads version 1");
     if (!/^[0-9a-f]{16}$/.test(value.id)) fail("id", "must be 16 hexadecimal digits");
     if (typeof value.title !== "string") fail("title", "must be a string");
     if (!Number.isFinite(value.updated)) fail("updated", "must be a number");
     if (!Array.isArray(value.messages)) fail("messages", "must be a list");
-    if (value.messages.length > MESSAGES) fail("messages", `has ${value.messages.length} messages, at most ${MESSAGES} are read`);
+    if (value.messages.length > MESSAGES)
+      fail("messages", `has ${value.messages.length} messages, at most ${MESSAGES} are read`);
     const ids = new Set();
     const messages = value.messages.map((message, i) => {
       const field = (name) => `messages[${i}].${name}`;
-      if (typeof message?.id !== "string" || ids.has(message.id)) fail(field("id"), "must be a string, and different from the others");
-      if (message.parent !== null && !ids.has(message.parent)) fail(field("parent"), "must be null, or the id of an earlier message");
+      if (typeof message?.id !== "string" || ids.has(message.id))
+        fail(field("id"), "must be a string, and different from the others");
+      if (message.parent !== null && !ids.has(message.parent))
+        fail(field("parent"), "must be null, or the id of an earlier message");
       if (!ROLES.includes(message.role)) fail(field("role"), `must be one of ${ROLES.join(", ")}`);
       if (typeof message.content !== "string") fail(field("content"), "must be a string");
-      for (const name of TEXTS) if (message[name] !== undefined && typeof message[name] !== "string") fail(field(name), "must be a string");
+      for (const name of TEXTS)
+        if (message[name] !== undefined && typeof message[name] !== "string")
+          fail(field(name), "must be a string");
       const notes = message.notes ?? [];
-      if (!Array.isArray(notes) || !notes.every((note) => typeof note === "string")) fail(field("notes"), "must be a list of strings");
+      if (!Array.isArray(notes) || !notes.every((note) => typeof note === "string"))
+        fail(field("notes"), "must be a list of strings");
       ids.add(message.id);
       const { id, parent, role, content } = message;
-      return { id, parent, role, content, ...Object.fromEntries(TEXTS.filter((name) => name in message).map((name) => [name, message[name]])), notes };
+      return {
+        id,
+        parent,
+        role,
+        content,
+        ...Object.fromEntries(
+          TEXTS.filter((name) => name in message).map((name) => [name, message[name]]),
+        ),
+        notes,
+      };
     });
     if (value.tip !== null && !ids.has(value.tip)) fail("tip", "must be the id of a message");
-    return new Conversation({ id: value.id, title: title(value.title), updated: value.updated, tip: value.tip, messages });
+    return new Conversation({
+      id: value.id,
+      title: title(value.title),
+      updated: value.updated,
+      tip: value.tip,
+      messages,
+    });
   }
 }
 

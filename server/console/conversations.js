@@ -1,12 +1,19 @@
 // The conversations that this browser keeps, those of one access: another key's are not listed.
 
 import { Conversation, title } from "./conversation.js";
+import { number } from "./dom.js";
 import { local } from "./storage.js";
 
-/** What is kept for an access. A browser keeps some five million characters for all pages of an address. */
+/**
+ * What is kept for an access. A browser keeps some five million characters for all pages of an
+ * address.
+ */
 export const LIMITS = { conversations: 200, characters: 4_000_000 };
 
-/** Whose conversations these are. The owner of a server without keys is the same person with its link and without. */
+/**
+ * Returns whose conversations these are. The owner of a server without keys is the same person with
+ * its link and without.
+ */
 function owner({ key, profile }, isLinked) {
   if (key === "profile") return `profile:${encodeURIComponent(profile)}`;
   return isLinked ? "none" : key;
@@ -41,8 +48,8 @@ export class Conversations {
   }
 
   /**
-   * Keeps a conversation, with what another tab has added to it. Returns `removed`, the titles of the oldest conversations,
-   * which made room for it, and `problem`, why it ends with this page.
+   * Keeps a conversation, with what another tab has added to it. Returns `removed`, the titles of
+   * the oldest conversations, which made room for it, and `problem`, why it ends with this page.
    */
   save(conversation) {
     const kept = this.get(conversation.id);
@@ -50,11 +57,18 @@ export class Conversations {
     const value = JSON.stringify(conversation);
     const name = this.#prefix + conversation.id;
     if (value.length > LIMITS.characters) {
-      return { removed: [], problem: `This conversation is longer than ${LIMITS.characters.toLocaleString("en-US")} characters: what is added to it from here on is not kept.` };
+      return {
+        removed: [],
+        problem:
+          `This conversation is longer than ${number(LIMITS.characters)} characters: ` +
+          "what is added to it from here on is not kept.",
+      };
     }
     const removed = [];
     const others = this.list().filter(({ id }) => id !== conversation.id);
-    const isFull = () => others.length >= LIMITS.conversations || value.length + others.reduce((sum, head) => sum + head.characters, 0) > LIMITS.characters;
+    const isFull = () =>
+      others.length >= LIMITS.conversations ||
+      value.length + others.reduce((sum, head) => sum + head.characters, 0) > LIMITS.characters;
     const removeOldest = () => {
       const oldest = others.pop();
       this.remove(oldest.id);
@@ -68,11 +82,16 @@ export class Conversations {
       isKept = local.set(name, value);
     }
     this.#heads.set(conversation.id, head(conversation, value));
-    return { removed, problem: isKept ? null : "This browser keeps nothing for this page, as in a private window or without room: conversations end with this page." };
+    return {
+      removed,
+      problem: isKept
+        ? null
+        : "This browser keeps nothing for this page, as in a private window or without room: " +
+          "conversations end with this page.",
+    };
   }
 
-  rename(id, name) {
-    const conversation = this.get(id);
+  rename(conversation, name) {
     if (!conversation || !title(name)) return;
     conversation.title = title(name);
     this.save(conversation);
@@ -83,7 +102,10 @@ export class Conversations {
     local.remove(this.#prefix + id);
   }
 
-  /** Calls `changed` with the id of each conversation that another tab saves or removes. Returns how to stop. */
+  /**
+   * Calls `changed` with the id of each conversation that another tab saves or removes. Returns how
+   * to stop.
+   */
   watch(changed) {
     const listener = ({ key }) => {
       if (!key?.startsWith(this.#prefix)) return;
@@ -102,4 +124,9 @@ export class Conversations {
   }
 }
 
-const head = ({ id, title: name, updated }, value) => ({ id, title: name, updated, characters: value.length });
+const head = ({ id, title: name, updated }, value) => ({
+  id,
+  title: name,
+  updated,
+  characters: value.length,
+});

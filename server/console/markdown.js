@@ -1,39 +1,41 @@
-// Markdown of replies as elements: headings, lists, quotes, tables, fenced code, emphasis and links. Text is never markup.
+// Markdown of replies as elements: headings, lists, quotes, tables and fenced code. Text is never
+// markup.
 //
-// Every pass is linear: a reply may be anything, and is drawn again while it streams. What is beyond a limit stays text.
+// Every pass is linear: a reply may be anything, and is drawn again while it streams. What is
+// beyond a limit stays text.
 
 import { h, code } from "./dom.js";
+import { inline } from "./inline.js";
 
-/** Characters of a text that is read as Markdown, and of a paragraph in which emphasis and links are found. */
+/** Characters of a text that is read as Markdown. */
 const TEXT = 200_000;
-const PARAGRAPH = 20_000;
-/** Quotes and lists within each other; emphasis within emphasis; columns of a table. */
+/** Quotes and lists within each other. */
 const DEPTH = 8;
-const OPEN = 16;
+/** Columns of a table. */
 const COLUMNS = 40;
 
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
-const TOKEN = /\\[!-/:-@[-`{-~]|`+|\*{1,3}|__?|~~|!?\[|https?:\/\//g;
-const LINK = /!?\[([^[\]\n]{1,500})\]\(<?(https?:\/\/(?:[^\s()<>]|\([^\s()<>]{0,200}\)){1,1000})>?(?:\s{1,9}"[^"\n]{0,200}")?\)/y;
-const ADDRESS = /https?:\/\/[^\s<>"'`\\|*[\]]{1,1000}/y;
-const WORD = /[\p{L}\p{N}]/u;
-const EMPHASIS = {
-  "*": (nodes) => h("em", {}, nodes), _: (nodes) => h("em", {}, nodes),
-  "**": (nodes) => h("strong", {}, nodes), __: (nodes) => h("strong", {}, nodes),
-  "***": (nodes) => h("strong", {}, h("em", {}, nodes)), "~~": (nodes) => h("del", {}, nodes),
-};
 
-/** The blocks of a text as `{key, make}`: a block with the same key as before is the same element. */
+/**
+ * Returns the blocks of a text as `{key, make}`: a block with the same key as before is the same
+ * element.
+ */
 export function blocks(source) {
-  return source.length > TEXT ? [{ key: source, make: () => h("p", { class: "pre" }, source) }] : split(source.split("\n"), 0);
+  return source.length > TEXT
+    ? [{ key: source, make: () => h("p", { class: "pre" }, source) }]
+    : split(source.split("\n"), 0);
 }
 
-/** Each finds a block that begins at line `i`: null, or the line behind it and how its element is made. */
+/**
+ * Each finds a block that begins at line `i`: null, or the line behind it and how its element is
+ * made.
+ */
 const KINDS = [fence, heading, rule, quote, list, table];
 
 function split(lines, depth) {
   const found = [];
-  const find = (i) => depth < DEPTH && KINDS.reduce((block, kind) => block ?? kind(lines, i, depth + 1), null);
+  const find = (i) =>
+    depth < DEPTH && KINDS.reduce((block, kind) => block ?? kind(lines, i, depth + 1), null);
   for (let i = 0; i < lines.length;) {
     const first = i;
     let [end, make] = find(i) || [i, null];
@@ -58,13 +60,21 @@ function fence(lines, i) {
   const isEnd = (line) => line.startsWith(mark) && [...line].every((letter) => letter === mark[0]);
   let end = i + 1;
   while (end < lines.length && !isEnd(lines[end].trim())) end += 1;
-  return [Math.min(end + 1, lines.length), () => code(language.slice(0, 40), lines.slice(i + 1, end).join("\n"))];
+  return [
+    Math.min(end + 1, lines.length),
+    () => code(language.slice(0, 40), lines.slice(i + 1, end).join("\n")),
+  ];
 }
 
 function heading(lines, i) {
   const [mark, { length } = ""] = lines[i].match(/^ {0,3}(#{1,6})[ \t]+/) ?? [];
   // The page has the first level, its parts the second.
-  return mark ? [i + 1, () => h(`h${Math.min(length + 2, 6)}`, {}, inline(lines[i].slice(mark.length).trim()))] : null;
+  return mark
+    ? [
+        i + 1,
+        () => h(`h${Math.min(length + 2, 6)}`, {}, inline(lines[i].slice(mark.length).trim())),
+      ]
+    : null;
 }
 
 function rule(lines, i) {
@@ -74,7 +84,20 @@ function rule(lines, i) {
 function quote(lines, i, depth) {
   let end = i;
   while (end < lines.length && /^ {0,3}>/.test(lines[end])) end += 1;
-  return end > i ? [end, () => h("blockquote", {}, nested(lines.slice(i, end).map((line) => line.replace(/^ {0,3}> ?/, "")), depth))] : null;
+  return end > i
+    ? [
+        end,
+        () =>
+          h(
+            "blockquote",
+            {},
+            nested(
+              lines.slice(i, end).map((line) => line.replace(/^ {0,3}> ?/, "")),
+              depth,
+            ),
+          ),
+      ]
+    : null;
 }
 
 function list(lines, i, depth) {
@@ -97,83 +120,63 @@ function list(lines, i, depth) {
     else break;
   }
   const start = isNumbered ? parseInt(first[2], 10) : null;
-  return [end, () => h(isNumbered ? "ol" : "ul", { start }, items.map((item) => h("li", {}, nested(item, depth))))];
+  return [
+    end,
+    () =>
+      h(
+        isNumbered ? "ol" : "ul",
+        { start },
+        items.map((item) => h("li", {}, nested(item, depth))),
+      ),
+  ];
 }
 
-const cells = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
+const cells = (line) =>
+  line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/\|$/, "")
+    .split(/(?<!\\)\|/)
+    .map((cell) => cell.trim());
 
 function table(lines, i) {
   if (!lines[i].includes("|") || !lines[i + 1]?.includes("-")) return null;
   const head = cells(lines[i]);
   const marks = cells(lines[i + 1]);
-  if (head.length > COLUMNS || marks.length !== head.length || !marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
+  if (
+    head.length > COLUMNS ||
+    marks.length !== head.length ||
+    !marks.every((mark) => /^:?-+:?$/.test(mark))
+  )
+    return null;
   let end = i + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
-  const line = (texts, tag, props) => h("tr", {}, texts.slice(0, head.length).map((text, column) => h(tag, { ...props, class: marks[column].endsWith(":") ? "right" : null }, inline(text))));
-  return [end, () => h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" }, h("table", {},
-    h("thead", {}, line(head, "th", { scope: "col" })), h("tbody", {}, lines.slice(i + 2, end).map((row) => line(cells(row), "td", {})))))];
-}
-
-/** Emphasis, code and links within a paragraph, as nodes and texts. */
-function inline(text, canLink = true) {
-  if (text.length > PARAGRAPH) return [text];
-  const token = new RegExp(TOKEN);
-  const open = [{ mark: "", nodes: [] }];
-  const unclosed = new Set();
-  const put = (...nodes) => open.at(-1).nodes.push(...nodes);
-  const flatten = () => { const { mark, nodes } = open.pop(); put(mark, ...nodes); };
-  let done = 0;
-  for (let found = token.exec(text); found; found = token.exec(text)) {
-    const { 0: mark, index } = found;
-    let end = index + mark.length;
-    put(text.slice(done, index));
-    if (mark[0] === "\\") put(mark[1]);
-    else if (mark[0] === "`") {
-      const close = unclosed.has(mark) ? -1 : closing(text, mark, end);
-      if (close < 0) unclosed.add(mark);
-      put(close < 0 ? mark : h("code", {}, text.slice(end, close)));
-      if (close >= 0) end = close + mark.length;
-    } else if (mark.endsWith("[") || mark.endsWith("/")) {
-      const [node, length] = (canLink && link(text, index)) || [mark, mark.length];
-      put(node);
-      end = index + length;
-    } else {
-      const [before, after] = [text[index - 1] ?? " ", text[end] ?? " "];
-      const isInWord = (letter) => WORD.test(letter) && (mark[0] === "_" || mark === "*");
-      const place = /\s/.test(before) || (mark[0] === "_" && isInWord(after)) ? -1 : open.findLastIndex((one) => one.mark === mark && one.nodes.some(Boolean));
-      if (place > 0) {
-        while (open.length - 1 > place) flatten();
-        const { nodes } = open.pop();
-        put(EMPHASIS[mark](nodes));
-      } else if (open.length < OPEN && !/\s/.test(after) && !isInWord(before)) open.push({ mark, nodes: [] });
-      else put(mark);
-    }
-    done = end;
-    token.lastIndex = end;
-  }
-  put(text.slice(done));
-  while (open.length > 1) flatten();
-  return open[0].nodes;
-}
-
-/** Where the code that `mark` opens is closed, by as many backticks: -1 if it is not. */
-function closing(text, mark, from) {
-  for (let at = text.indexOf(mark, from); at >= 0; at = text.indexOf(mark, at)) {
-    let end = at;
-    while (text[end] === "`") end += 1;
-    if (end - at === mark.length) return at;
-    at = end;
-  }
-  return -1;
-}
-
-/** The link at `index`, an element and how long its text is. Links lead to pages of the web, in a tab of their own. */
-function link(text, index) {
-  LINK.lastIndex = ADDRESS.lastIndex = index;
-  const named = LINK.exec(text);
-  const bare = named ? null : ADDRESS.exec(text)?.[0].replace(/[.,;:!?]{1,9}$/, "");
-  const address = named ? named[2] : bare?.includes("(") ? bare : bare?.replace(/\).{0,9}$/, "");
-  if (!address || !URL.canParse(address)) return null;
-  const label = named ? inline(named[1], false) : [address];
-  return [h("a", { href: address, target: "_blank", rel: "noopener noreferrer" }, label), named ? named[0].length : address.length];
+  const line = (texts, tag, props) =>
+    h(
+      "tr",
+      {},
+      texts
+        .slice(0, head.length)
+        .map((text, column) =>
+          h(tag, { ...props, class: marks[column].endsWith(":") ? "right" : null }, inline(text)),
+        ),
+    );
+  return [
+    end,
+    () =>
+      h(
+        "div",
+        { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
+        h(
+          "table",
+          {},
+          h("thead", {}, line(head, "th", { scope: "col" })),
+          h(
+            "tbody",
+            {},
+            lines.slice(i + 2, end).map((row) => line(cells(row), "td", {})),
+          ),
+        ),
+      ),
+  ];
 }

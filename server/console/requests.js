@@ -146,8 +146,8 @@ export function requests(element, state) {
     title("Requests", "What the server does now, and what it did last."),
     h("div", { class: "tiles" }, tile("Running", "running"), tile("Waiting", "waiting"), rate, tile("Prompts from the cache", "cached"), tile("Memory", "memory")),
     ...(hint ? [hint] : []),
-    overTime.element,
     h("section", {}, h("h2", {}, "Now"), idle, active),
+    overTime.element,
     h("section", {}, h("h2", {}, "Ended"), none, ended),
   );
   const put = (id, value, more) => {

@@ -1,4 +1,5 @@
-// The browser's storage. Where the browser refuses it (a private window, a setting, no room), values are kept until the page ends.
+// The browser's storage. Where the browser refuses it (a private window, a setting, no room),
+// values are kept until the page ends.
 
 class Values {
   #memory = new Map();

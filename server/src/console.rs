@@ -39,6 +39,7 @@ files!(
     "conversation.js",
     "conversations.js",
     "history.js",
+    "inline.js",
     "markdown.js",
     "message.js",
     "reply.js",
