@@ -4,11 +4,11 @@
     cargo build --bins
     server/package/build.py wheel cuda-wheel tar
 
-Python's standard library and `strip` are all it needs. What MLX the program is linked with, and for which platform, is
-read from the name of the file that the build of mlx-sys leaves beside the libraries (engine/mlx-sys/build/place.rs): a
-program built with `--features steersman/cuda` becomes `steersman-cuda`. The feature chooses the libraries beside the
-program, not the program: so `cuda-wheel` makes the wheel of `steersman-cuda` of any program for Linux. Equal inputs give
-equal files.
+Python's standard library and `strip` are all it needs; for programs of another platform, `STRIP` names another one. What
+MLX the program is linked with, and for which platform, is read from the name of the file that the build of mlx-sys leaves
+beside the libraries (engine/mlx-sys/build/place.rs): a program built with `--features steersman/cuda` becomes
+`steersman-cuda`. The feature chooses the libraries beside the program, not the program: so `cuda-wheel` makes the wheel of
+`steersman-cuda` of any program for Linux. Equal inputs give equal files.
 
 The wheel has the programs in `steersman/bin/`, and MLX and OpenBLAS as dependencies. The server finds their libraries
 in the same site-packages (engine/mlx-sys/rpath.rs). `launcher.py` checks them and starts the server.
@@ -142,10 +142,13 @@ def find(pattern: str, file: Path) -> str:
 
 
 def stripped(binary: Path) -> bytes:
-    """A program without symbols and debugging information."""
+    """A program without symbols and debugging information, unless `STRIP` is empty: it names the program that strips."""
+    strip = os.environ.get("STRIP", "strip")
+    if not strip:
+        return binary.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / binary.name
-        subprocess.run(["strip", "-o", copy, binary], check=True)
+        subprocess.run([strip, "-o", copy, binary], check=True)
         return copy.read_bytes()
 
 

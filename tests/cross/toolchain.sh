@@ -5,8 +5,8 @@
 # usage: tests/cross/toolchain.sh FOLDER    then: . FOLDER/env.sh
 #
 # Debian packages rustc with the sources of the standard library, from which cargo builds it for any target. zig's C and C++
-# compilers have the headers of macOS's C library. Nothing of Apple's is downloaded, so that no program is linked for macOS
-# against its frameworks: cargo checks, and MLX's headers and the shim are compiled.
+# compilers have the headers of macOS's C library, and link programs for it. Nothing of Apple's is downloaded: two frameworks and
+# libiconv are described by the names that the crates in Cargo.lock take from them.
 set -euo pipefail
 [ $# = 1 ] || { sed -n '5p' "$0" >&2; exit 2; }
 mkdir -p "$1"
@@ -57,9 +57,37 @@ while [ \$# -gt 0 ]; do
   esac
   shift
 done
-exec $zig $language -target aarch64-macos.14.0 "\${options[@]}"
+exec $zig $language -target aarch64-macos.14.0 -F$root/macos -L$root/macos "\${options[@]}"
 END
 done
+
+# What macOS's linker reads in place of a library: the names that it exports. Names that a library does not have are of no
+# consequence here: a program only takes those that its code calls.
+describe() { # describe FILE INSTALLED: names of symbols on stdin, without their underscore
+  mkdir -p "$(dirname "$root/macos/$1")"
+  {
+    printf -- '--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\ninstall-name: %s\n' "$2"
+    printf 'exports:\n  - targets: [ arm64-macos ]\n    symbols: ['
+    sort -u | sed "s/.*/ '_&'/" | paste -sd,
+    printf ' ]\n...\n'
+  } >"$root/macos/$1"
+}
+framework() { # framework NAME PREFIX CRATE...: names with the prefix in the sources of the crates
+  local name=$1 prefix=$2
+  shift 2
+  sources "$@" | xargs grep -rhoE "\bk?$prefix[A-Za-z0-9_]+" |
+    describe "$name.framework/$name.tbd" "/System/Library/Frameworks/$name.framework/Versions/A/$name"
+}
+sources() { # sources CRATE...: the folders of these crates
+  cargo metadata --locked --format-version 1 --filter-platform aarch64-apple-darwin | python3 -c '
+import json, os, sys
+for package in json.load(sys.stdin)["packages"]:
+    if package["name"] in sys.argv[1:]:
+        print(os.path.dirname(package["manifest_path"]))' "$@"
+}
+framework CoreFoundation CF core-foundation-sys objc2-core-foundation
+framework CoreServices FS objc2-core-services
+printf '%s\n' iconv iconv_open iconv_close | describe libiconv.tbd /usr/lib/libiconv.2.dylib
 
 cat >"$root/env.sh" <<END
 # Debian's rustc is a stable one; cargo builds the standard library with unstable options.
