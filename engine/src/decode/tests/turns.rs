@@ -13,12 +13,15 @@ use crate::request::{Choices, Embedding, Event, Form, RawPrompt, Request, Respon
 /// Sequences that run at once.
 const SLOTS: usize = 4;
 
-/// A decoder for the profiles `default`, `other` and `third`.
+/// Profiles of small requests beside a large one.
+const SMALL: [&str; 6] = ["small-0", "small-1", "small-2", "small-3", "small-4", "small-5"];
+
+/// A decoder for the profiles `default`, `other`, `third` and [`SMALL`].
 fn decoder(name: &str) -> Decoder {
     let mut config = Config::default();
     (config.engine.prefill_chunk, config.engine.max_running) = (64, SLOTS);
     config.store.min_tokens = 1;
-    for profile in ["other", "third"] {
+    for profile in ["other", "third"].into_iter().chain(SMALL) {
         config.profiles.insert(profile.into(), Profile::default());
     }
     let mut decoder = family(name, config, false);
@@ -107,8 +110,9 @@ fn steps(decoder: &mut Decoder, request: Request) -> usize {
 #[test]
 fn one_request_delays_another_profile_by_at_most_a_turn() {
     for name in ["llama", "qwen3_next"] {
-        let small = || request("other", 12, 4);
-        let idle = steps(&mut decoder(name), small());
+        // Each small request has a profile of its own, so that it owes the streams nothing for the prompts of the others.
+        let small = |i: usize| request(SMALL[i], 12, 4);
+        let idle = steps(&mut decoder(name), small(0));
         for ((kind, body), (_, same)) in large_bodies().into_iter().zip(large_bodies()) {
             let alone = &mut decoder(name);
             let events = alone.schedule.queue().add_all(same).unwrap();
@@ -118,8 +122,8 @@ fn one_request_delays_another_profile_by_at_most_a_turn() {
             let decoder = &mut decoder(name);
             let events = decoder.schedule.queue().add_all(body).unwrap();
             (0..8).for_each(|_| turn(decoder));
-            for i in 0..6 {
-                let taken = steps(decoder, small());
+            for i in 0..SMALL.len() {
+                let taken = steps(decoder, small(i));
                 assert!(taken <= idle + 1, "{name}, {kind}: small {i} took {taken}, alone {idle}");
             }
             finish(decoder);
