@@ -57,7 +57,7 @@ def faults(program: lief.MachO.Binary, mlx: lief.MachO.Binary | None) -> list[st
             found.append("it takes no symbol from MLX")
         found += [f"MLX does not export {name}" for name in sorted(taken - exported)]
     elif needs_mlx:
-        found.append("it loads MLX")
+        found.append("it loads MLX, whose library is not given")
     return found
 
 
