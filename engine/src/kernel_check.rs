@@ -268,7 +268,7 @@ mod tests {
         }
     }
 
-    /// The same for the kernels of a Mac.
+    /// Each check compares the Metal kernel, under the emulation, with its reference.
     #[test]
     fn kernels_for_metal_equal_their_references() {
         emulate(steersman_metal_emulation::compile);

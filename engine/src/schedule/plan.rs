@@ -8,8 +8,8 @@
 //! and for a short prompt beside those of other profiles, of which the long ones get [`LEAST_ROWS`] together.
 //!
 //! A request that arrives during a pass waits for its end, and then for the rows that share the pass of its own
-//! prompt. Both together are expected to take at most [`TURN`] stalls, and longer only where the fixed cost of
-//! passes that short would slow prefill: so many rows has a pass that nobody waits for yet.
+//! prompt. Both together are expected to take at most [`TURN`] stalls, which limits the rows of a pass that
+//! nobody waits for yet. Such a pass takes longer only where the fixed cost of shorter ones would slow prefill.
 //!
 //! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
 //! takes. So a profile owes the streams what its prompts take beyond a share of the streams' own time ([`Debt`]). While it

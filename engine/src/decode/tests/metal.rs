@@ -342,8 +342,8 @@ const MOST: [(usize, usize, [[Count; 2]; 2]); 3] = [
     (8, 1, [[count(92, 51), count(321, 123)], [count(13, 10), count(61, 28)]]),
 ];
 
-/// The same for layers with experts and a shared one: 8 of the dispatches are those of the feed-forward block, three of them
-/// our kernels.
+/// [`MOST`] for layers with experts and a shared one. The feed-forward block has 8 of the dispatches, of which three are our
+/// kernels.
 const MOST_WITH_EXPERTS: [(usize, usize, [[Count; 2]; 2]); 3] = [
     (1, 1, [[count(120, 68), count(183, 99)], [count(18, 14), count(30, 18)]]),
     (1, 4, [[count(146, 87), count(193, 103)], [count(18, 14), count(30, 18)]]),

@@ -54,7 +54,7 @@ impl<'a> Affine<'a> {
         self.scales.dim(-1) * self.group_size
     }
 
-    /// Its arrays by the names of a launch's inputs: words, scales and biases.
+    /// The words, scales and biases, by the names of a launch's inputs.
     pub fn named(
         &self,
         [words, scales, biases]: [&'static str; 3],

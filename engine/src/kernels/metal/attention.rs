@@ -26,9 +26,8 @@ const KERNELS: [Kernel; 2] = [
 /// Most rows of a span: those of a draft.
 const MOST_ROWS: i32 = 8;
 
-/// Most rows of several spans in one launch, each times its keys. There is a partial result for
-/// each row and [`SPLIT`] keys: 16 heads of 256 take 135 MB for so many. A span alone may have
-/// more.
+/// Largest sum over the spans of a launch of rows times keys. Each row has a partial result for
+/// each [`SPLIT`] keys: with 16 heads of 256, they take at most 135 MB. A span alone may have more.
 const ROWS_TIMES_KEYS: i64 = 1 << 19;
 
 /// Keys of a part. A constant, so that the order of sums depends on the length of a span only, and
