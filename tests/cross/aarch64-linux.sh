@@ -18,6 +18,8 @@ done
 [ -f "$folder/env.sh" ] || tests/cross/toolchain.sh "$folder"
 . "$folder/env.sh"
 export CARGO_TARGET_DIR=$folder/target CARGO_INCREMENTAL=0
+# Named, as crates would take a CC of the environment for the target, too.
+export CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 case $mode in

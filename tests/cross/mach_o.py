@@ -48,7 +48,8 @@ def faults(program: lief.MachO.Binary, mlx: lief.MachO.Binary | None) -> list[st
     found += [f"it loads {name}" for name in sorted(libraries - LIBRARIES)]
     paths = [path.path for path in program.rpaths]
     needs_mlx = "@rpath/libmlx.dylib" in libraries
-    if needs_mlx and not any(path.startswith("@loader_path/") for path in paths):
+    beside = ("@executable_path/", "@loader_path/")
+    if needs_mlx and not any(path.startswith(beside) for path in paths):
         found.append(f"it looks for MLX in {paths}, and not beside itself")
     if mlx:
         exported = {symbol.name for symbol in mlx.exported_symbols}

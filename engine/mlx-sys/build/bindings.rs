@@ -4,6 +4,23 @@ use std::path::Path;
 
 use crate::{Result, Target, run};
 
+/// mlx-rs 0.33 passes `mode` as `*const i8`, and a `char` of C has no sign on Linux for aarch64.
+const MLX_PAD: &str = r#"unsafe extern "C" {
+    pub fn mlx_pad(
+        res: *mut mlx_array,
+        a: mlx_array,
+        axes: *const ::std::os::raw::c_int,
+        axes_num: usize,
+        low_pad_size: *const ::std::os::raw::c_int,
+        low_pad_size_num: usize,
+        high_pad_size: *const ::std::os::raw::c_int,
+        high_pad_size_num: usize,
+        pad_value: mlx_array,
+        mode: *const i8,
+        s: mlx_stream,
+    ) -> ::std::os::raw::c_int;
+}"#;
+
 /// Writes `$OUT_DIR/bindings.rs`, which `src/lib.rs` includes.
 pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
     let mut builder = bindgen::builder()
@@ -11,6 +28,8 @@ pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
         .clang_args(["-include", "shim/half.h", "-I"])
         .clang_arg(mlx_c.to_string_lossy())
         .allowlist_item("_?mlx_.*|MLX_.*|b?float16_t")
+        .blocklist_function("mlx_pad")
+        .raw_line(MLX_PAD)
         // mlx-rs expects `float16_t` as a tuple struct, `bfloat16_t` as a number, and defaults.
         .new_type_alias("float16_t")
         .derive_default(true)
