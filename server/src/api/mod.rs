@@ -56,6 +56,7 @@ mod tokens;
 mod trace;
 mod typed;
 mod unknown;
+mod unread;
 
 use axum::Router;
 use axum::extract::{Path, Request};
@@ -157,6 +158,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .layer(from_fn_with_state(app.clone(), middleware::check_origin))
         .layer(from_fn(middleware::errors))
         .layer(from_fn(request_id::assign))
+        .layer(from_fn(unread::drain))
         .with_state(app)
 }
 

@@ -108,6 +108,33 @@ pub async fn until(happened: impl Fn() -> bool) {
     tokio::time::timeout(PATIENCE, waits).await.expect("it happens");
 }
 
+/// A client keeps its connection after a refusal that is sent before the body has arrived, here that of an unknown route.
+#[tokio::test]
+async fn a_connection_takes_requests_after_a_refusal_that_reads_no_body() {
+    let server = Served::start(ServerConfig::default(), answer).await;
+    let body = "x".repeat(60_000);
+    let head = |length: usize| {
+        format!("POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n")
+    };
+    let mut socket = server.send(head(body.len())).await;
+    for part in [&body[..100], &body[100..]] {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        socket.write_all(part.as_bytes()).await.unwrap();
+    }
+    let next = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    socket.write_all(next.as_bytes()).await.unwrap();
+    let replies = read(socket).await;
+    assert!(replies.starts_with("HTTP/1.1 404") && replies.contains("HTTP/1.1 200"), "{replies}");
+
+    // A long body, one that does not arrive, and one that waits to be asked for are not waited for.
+    for (length, header) in [(10 << 20, ""), (100, ""), (100, "Expect: 100-continue\r\n")] {
+        let head = head(length).replace("Content-Length", &format!("{header}Content-Length"));
+        let reply = read(server.send(head).await).await;
+        assert!(reply.starts_with("HTTP/1.1 404"), "{reply}");
+        assert!(reply.to_lowercase().contains("\r\nconnection: close\r\n"), "{reply}");
+    }
+}
+
 /// A disconnected client must not make others wait for its reply. Both kinds of reply own the
 /// engine's receiver, which hyper drops when the connection closes.
 #[tokio::test]
