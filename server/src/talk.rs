@@ -103,6 +103,14 @@ async fn running(
     // No server listens on port 0. Another key cannot be one of this server.
     let Ok(client) = Client::new(&url, key.or(configured)) else { return Ok(None) };
     if file.server.port == 0 || !is_ready(&client).await {
+        // Nobody may read it.
+        let mut stderr = std::io::stderr();
+        if stderr.is_terminal() {
+            let _ = writeln!(
+                stderr,
+                "no server at {url}, so the model is loaded in this process; --url names a server elsewhere"
+            );
+        }
         return Ok(None);
     }
     let models = client.models().await.map_err(|error| {

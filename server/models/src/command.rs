@@ -115,6 +115,7 @@ impl Sources {
                 format!("{key} ({name})")
             };
             let (folder, id) = match named_as(path) {
+                _ if *path == self.bundled.0 => (Some(self.bundled.1.clone()), None),
                 Ok(NamedAs::Folder(folder)) => (Some(folder), None),
                 Ok(NamedAs::Nothing) => (Some(self.bundled.1.clone()), None),
                 Ok(NamedAs::Repo(id)) => (self.hub.cached(id), Some(id)),

@@ -284,6 +284,14 @@ impl Hub {
                 );
                 return anyhow!(error).context(context);
             }
+            HubError::Request(_) => {
+                let context = format!(
+                    "{repo_id}: {} cannot be reached; check the connection, or name another hub with HF_ENDPOINT. \
+                     What has arrived is kept",
+                    self.endpoint
+                );
+                return anyhow!(error).context(context);
+            }
             _ => None,
         };
         let advice = match (status, &self.token) {

@@ -16,6 +16,9 @@ use crate::hub::Hub;
 /// Most names in a message.
 const NEAR: usize = 3;
 
+/// Addresses that a name may begin with.
+const HOSTS: [&str; 2] = ["hf.co/", "huggingface.co/"];
+
 /// What the path of a model in a configuration or on the command line is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NamedAs<'a> {
@@ -39,8 +42,15 @@ pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
     if Path::new(path).exists() {
         return local(path).map(NamedAs::Folder);
     }
-    ensure!(!is_written_as_path(path), "{path} does not exist");
-    model_id(path).map(NamedAs::Repo)
+    let id = without_host(path);
+    ensure!(!is_written_as_path(id), "{path} does not exist");
+    model_id(id).map(NamedAs::Repo)
+}
+
+/// The name without the address of Hugging Face, as users of other programs write it: `hf.co/owner/name:Q4_K_M`.
+fn without_host(name: &str) -> &str {
+    let name = name.strip_prefix("https://").unwrap_or(name);
+    HOSTS.iter().find_map(|host| name.strip_prefix(host)).unwrap_or(name)
 }
 
 /// The id on a hub of the model that `name` stands for: the same, or that of a short name. Looks at
@@ -49,6 +59,7 @@ pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
 /// # Errors
 /// If it is neither; with names that are near.
 pub fn model_id(name: &str) -> Result<&str> {
+    let name = without_host(name);
     if is_model_id(name) {
         return Ok(name);
     }
@@ -270,6 +281,9 @@ mod tests {
         assert_eq!(named_as("Qwen3:4B").unwrap(), repo);
         let id = "owner/name-GGUF:Q4_K_M";
         assert_eq!(named_as(id).unwrap(), NamedAs::Repo(id));
+        for host in ["hf.co/", "huggingface.co/", "https://huggingface.co/"] {
+            assert_eq!(named_as(&format!("{host}{id}")).unwrap(), NamedAs::Repo(id));
+        }
         for (name, words) in [
             ("qwen3:5b", "sizes of qwen3: 0.6b"),
             ("qwn3:4b", "did you mean qwen3"),

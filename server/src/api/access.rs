@@ -37,6 +37,9 @@ const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest pause before the answer to a wrong key.
 const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
+/// What clients that have to send a key send where none is needed.
+const PLACEHOLDERS: [&str; 2] = ["", "none"];
+
 /// Keys of the server and of its profiles, which a reload of the configuration and `steersman keys` replace.
 pub struct Access {
     /// Keys of the configuration and of `steersman keys` together.
@@ -95,7 +98,7 @@ pub enum Caller {
 
 impl Keys {
     fn new(config: &ServerConfig) -> Self {
-        let digest = |key: &SecretString| Sha256::digest(key.expose_secret()).into();
+        let digest = |key: &SecretString| digest(key.expose_secret());
         let digests = |keys: &[SecretString]| keys.iter().map(digest).collect();
         let gate = |profile: &ProfileAccess| ProfileGate {
             keys: digests(&profile.api_keys),
@@ -212,6 +215,25 @@ impl Access {
             Some(caller) => Some(caller),
             None => (!known.requires_key).then_some(Caller::Anonymous),
         }
+    }
+
+    /// A note to a caller whose key opens nothing on a server that needs none, but has profiles with keys: a mistyped key
+    /// of such a profile would otherwise use `profile` without a word.
+    pub fn note_on_key(
+        &self,
+        caller: &Caller,
+        profile: &str,
+        headers: &HeaderMap,
+    ) -> Option<String> {
+        let key = key_of(headers).filter(|_| *caller == Caller::Anonymous)?;
+        let is_placeholder = PLACEHOLDERS.iter().any(|text| key == digest(text));
+        let has_keys = self.keys().profiles.values().any(|gate| gate.requires_key);
+        (has_keys && !is_placeholder).then(|| {
+            format!(
+                "the key is none that this server knows; the request was answered by the profile \
+                 `{profile}`, as one without a key"
+            )
+        })
     }
 
     /// What policies of `profile` see of a caller: its key, if that was checked, and the headers that the
@@ -401,7 +423,11 @@ fn key_of(headers: &HeaderMap) -> Option<KeyDigest> {
     let key = text(&header::AUTHORIZATION).and_then(|value| value.split_once(' '));
     let bearer =
         key.map(|(scheme, key)| if scheme.eq_ignore_ascii_case("bearer") { key } else { "" });
-    bearer.or_else(|| text(&API_KEY)).map(|key| Sha256::digest(key.trim()).into())
+    bearer.or_else(|| text(&API_KEY)).map(|key| digest(key.trim()))
+}
+
+fn digest(key: &str) -> KeyDigest {
+    Sha256::digest(key).into()
 }
 
 /// Whom a body names as its sender: user and metadata.

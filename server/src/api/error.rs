@@ -55,6 +55,16 @@ pub struct ApiError {
     pub is_about_prompt: bool,
 }
 
+/// Names that other APIs have for a field, the most general name first. Whoever leaves such a field out loses what it asks for.
+const SAME_MEANING: [&[&str]; 6] = [
+    &["reasoning_effort", "reasoning", "thinking", "think", "enable_thinking"],
+    &["max_thinking_tokens", "thinking_budget", "budget_tokens", "thinking_budget_tokens"],
+    &["max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"],
+    &["stop", "stop_sequences"],
+    &["messages", "input", "prompt"],
+    &["instructions", "system"],
+];
+
 impl ApiError {
     /// An invalid request; `param` is the field, or empty.
     pub fn invalid(
@@ -77,9 +87,15 @@ impl ApiError {
     ) -> Self {
         let path = path.into();
         let name = path.rsplit_once('.').map_or(path.as_str(), |(_, name)| name);
-        let message = match nearest(name, known) {
-            Some(near) => format!("`{path}` is an unknown field; did you mean `{near}`?"),
-            None => format!("`{path}` is an unknown field; leave it out"),
+        let known: Vec<_> = known.into_iter().collect();
+        let same = SAME_MEANING.iter().filter(|names| names.contains(&name));
+        let same = same.flat_map(|names| *names).find(|other| known.contains(other));
+        let message = match (same, nearest(name, known.iter().copied())) {
+            (Some(same), _) => {
+                format!("`{path}` is an unknown field; this route has `{same}` for it")
+            }
+            (None, Some(near)) => format!("`{path}` is an unknown field; did you mean `{near}`?"),
+            (None, None) => format!("`{path}` is an unknown field; leave it out"),
         };
         Self::invalid("unknown_parameter", path, message)
     }
@@ -109,9 +125,12 @@ impl ApiError {
 
     /// An unknown path.
     pub fn no_route(method: &str, path: &str) -> Self {
+        let advice = match path.strip_prefix("/v1/v1/") {
+            Some(_) => "its packages add `/v1` themselves, so leave that out there",
+            None => "GET /docs lists all routes",
+        };
         let message = format!(
-            "this server has no route {method} {path}; check the client's base URL (GET /docs lists \
-             all routes)"
+            "this server has no route {method} {path}; check the client's base URL ({advice})"
         );
         Self::new(StatusCode::NOT_FOUND, INVALID, "route_not_found", "", message)
     }

@@ -34,6 +34,18 @@ pub struct Extension {
 }
 
 impl Extension {
+    /// The field of a request that asks for no reply, such as one that unloads a model.
+    pub fn without_reply(head: &Head) -> Self {
+        Self {
+            profile: head.profile.clone(),
+            notes: head.notes.clone(),
+            stop_reason: None,
+            labels: Map::new(),
+            tool_runs: Vec::new(),
+            reasoning_tokens: None,
+        }
+    }
+
     /// The field of a reply that has finished.
     pub fn new(head: &Head, finished: &Finished) -> Self {
         let stop_reason = match &finished.reason {

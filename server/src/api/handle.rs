@@ -100,7 +100,9 @@ async fn begin<P: Protocol>(
     shutdown: Option<Shutdown>,
     log: &mut RequestLog,
 ) -> Result<Began<P>, ApiError> {
-    let (is_stream, call, destination, named) = read::<P>(app, caller, headers, body, log).await?;
+    let (is_stream, mut call, destination, named) =
+        read::<P>(app, caller, headers, body, log).await?;
+    call.notes.extend(app.access.note_on_key(caller, &destination.profile, headers));
     let seen = app.access.seen_by_policies(caller, &destination.profile, headers);
     let seen = policy::Caller { key: seen.key, headers: seen.headers, ..named };
     let timeout = timeout(headers, is_stream)?;

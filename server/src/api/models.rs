@@ -3,11 +3,12 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::{Path, State};
+use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::access::Caller;
 use super::app::App;
 use super::blocking::blocking;
 use super::error::ApiError;
@@ -49,10 +50,19 @@ pub struct ListedModel {
 /// Where a model may be: [`Description::state`].
 pub const STATES: [&str; 5] = ["loaded", "loading", "unloading", "on disk", "missing"];
 
-/// `GET /v1/models`
-pub async fn list(State(app): State<Arc<App>>) -> Result<Json<ModelList>, ApiError> {
+/// `GET /v1/models`: those that the caller may use.
+pub async fn list(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<ModelList>, ApiError> {
     let (names, described) = described(&app).await?;
-    let data = names.iter().map(|name| model(name, &described[name.index])).collect();
+    // Without a profile in its name, a model is used by that of the key.
+    let is_open = |name: &&Name| {
+        let profile = app.models.resolve(&name.name).and_then(|(_, profile)| profile);
+        profile.is_none_or(|profile| app.access.allow(&caller, &profile).is_ok())
+    };
+    let data = names.iter().filter(is_open).map(|name| model(name, &described[name.index]));
+    let data = data.collect();
     Ok(Json(ModelList { object: "list", data }))
 }
 

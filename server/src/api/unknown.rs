@@ -61,6 +61,7 @@ impl Unknown {
             let path: String = path;
             let others = match more {
                 0 => String::new(),
+                1 => ", also in 1 other place".into(),
                 more => format!(", also in {more} other places"),
             };
             format!("{path}.{name}: left out, because the field is not known{others}")

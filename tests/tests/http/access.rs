@@ -136,6 +136,45 @@ async fn key_of_a_profile_selects_it_and_opens_no_other() {
     }
 }
 
+/// Clients that need no key send `none` or any other text; beside profiles with keys, that text may be a mistyped key.
+#[tokio::test]
+async fn a_key_that_opens_nothing_is_noted_beside_profiles_with_keys() {
+    let notes = async |app: &Router, key: &str| {
+        let mut request = post(body(json!({})).to_string());
+        let value = format!("Bearer {key}").parse().unwrap();
+        request.headers_mut().insert(header::AUTHORIZATION, value);
+        json_of(send(app, request).await).await["steersman"]["notes"].to_string()
+    };
+    let (app, _) = app_with(&config(&[]), answer);
+    let noted = notes(&app, "sk-strcit").await;
+    assert!(noted.contains("answered by the profile `default`"), "{noted}");
+    for key in ["none", "", "sk-strict"] {
+        assert!(!notes(&app, key).await.contains("the key"), "{key}");
+    }
+    let (open, _) = app_with(&ServerConfig::default(), answer);
+    assert!(!notes(&open, "sk-any").await.contains("the key"), "no profile has keys");
+}
+
+#[tokio::test]
+async fn models_are_listed_with_the_profiles_that_the_caller_may_use() {
+    let (app, _) = app_with(&config(&["sk-all"]), answer);
+    let (open, _) = app_with(&config(&[]), answer);
+    let strict = "owner/tiny@strict".to_string();
+    for (app, key, lists_strict) in
+        [(&app, "sk-all", true), (&app, "sk-strict", true), (&open, "none", false)]
+    {
+        let request = axum::http::Request::get("/v1/models")
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::empty())
+            .unwrap();
+        let listed = json_of(send(app, request).await).await;
+        let ids = listed["data"].as_array().unwrap().iter().map(|model| model["id"].to_string());
+        let ids: Vec<_> = ids.collect();
+        assert!(ids.contains(&"\"owner/tiny\"".to_string()), "{ids:?}");
+        assert_eq!(ids.contains(&format!("\"{strict}\"")), lists_strict, "{key}: {ids:?}");
+    }
+}
+
 #[tokio::test]
 async fn profile_limits_concurrent_requests() {
     let slow = || {

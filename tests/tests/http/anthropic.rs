@@ -237,12 +237,23 @@ async fn unknown_fields_of_blocks_are_noted() {
     let expected = [
         format!("thinking.depth: {left_out}"),
         format!("system[0].style: {left_out}"),
-        format!("messages[0].content[0].colour: {left_out}, also in 1 other places"),
+        format!("messages[0].content[0].colour: {left_out}, also in 1 other place"),
         format!("messages[1].content[0].depth: {left_out}"),
         format!("messages[1].content[1].toolset_name: {left_out}"),
         "routed: plain".into(),
     ];
     assert_eq!(reply["steersman"]["notes"], json!(expected));
+}
+
+/// Before, such a tool was left out, with a note that told the client to offer it as a function.
+#[tokio::test]
+async fn tools_as_openai_writes_them_are_rejected() {
+    let (app, _) = app(answer);
+    let tool = json!({"type": "function", "function": {"name": "book", "parameters": {}}});
+    let (status, reply) = create(&app, with(json!({"tools": [tool]}))).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "{reply}");
+    let message = reply["error"]["message"].as_str().unwrap();
+    assert!(message.contains("tools[0]") && message.contains("`input_schema`"), "{message}");
 }
 
 #[tokio::test]

@@ -271,6 +271,10 @@ async fn keep_alive_of_a_request_decides_how_long_its_model_stays() {
     let (_, last) = ollama(&app, body).await;
     let notes = last["steersman"]["notes"].to_string();
     assert!(notes.contains("the model stays loaded as configured"), "{last}");
+    let (_, last) = ollama(&app, json!({"model": "owner/tiny", "keep_alive": 0})).await;
+    assert_eq!(last["done_reason"], "load", "it is not said to be unloaded: {last}");
+    let notes = last["steersman"]["notes"].to_string();
+    assert!(notes.contains("the model stays loaded as configured"), "{last}");
     for wrong in [json!("soon"), json!([]), json!("")] {
         let (status, last) = ollama(&app, json!({"prompt": "Hi", "keep_alive": wrong})).await;
         assert_eq!(status, 400, "{last}");

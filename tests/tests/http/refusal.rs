@@ -29,6 +29,18 @@ async fn unsupported_fields_are_rejected_by_name() {
     for field in ["frequency_penality", "options", "keep_alive", "guided_xml"] {
         rejected(&app, body(json!({field: 1})), 400, "unknown_parameter", field, field).await;
     }
+    // Whoever leaves out a field of another API loses what it asks for.
+    for (field, words) in [
+        ("enable_thinking", "this route has `reasoning_effort` for it"),
+        ("thinking", "this route has `reasoning_effort` for it"),
+        ("stop_sequences", "this route has `stop` for it"),
+        ("max_output_tokens", "this route has `max_tokens` for it"),
+        ("input", "this route has `messages` for it"),
+        ("max_token", "did you mean `max_tokens`?"),
+        ("colour", "leave it out"),
+    ] {
+        rejected(&app, body(json!({field: 1})), 400, "unknown_parameter", field, words).await;
+    }
     assert_eq!(seen.requests.lock().unwrap().len(), rows, "only the requests with null");
 }
 
@@ -337,7 +349,13 @@ async fn unknown_paths_and_methods_are_errors_in_openai_format() {
         let reply = json_of(response).await;
         assert_eq!(reply["error"]["code"], code, "{path}");
         assert_eq!(reply["error"]["type"], "invalid_request_error");
-        assert!(reply["error"]["message"].as_str().unwrap().contains(path));
+        let message = reply["error"]["message"].as_str().unwrap();
+        assert!(message.contains(path));
+        assert_eq!(
+            message.contains("add `/v1` themselves"),
+            path.starts_with("/v1/v1"),
+            "{message}"
+        );
     }
 }
 

@@ -45,6 +45,7 @@ fn sources(root: &Path) -> Sources {
             configured("model.path", "tiny", ""),
             configured("models.quick.path", "quick", "owner/small"),
             configured("models.other.path", "other", "owner/absent"),
+            configured("models.own.path", "own", "tiny"),
         ],
         families: vec!["llama", "qwen3"],
         numbers: Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel },
@@ -67,7 +68,7 @@ fn models_are_listed_from_everywhere_and_once() {
         text.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(lines.len(), 4, "{text}");
     assert_eq!(lines[1].first(), Some(&"tiny"));
-    assert!(text.contains("bundled, model.path"), "{text}");
+    assert!(text.contains("bundled, model.path, models.own.path (own)"), "{text}");
     assert!(text.contains("cache, models.quick.path (quick)"), "{text}");
     assert!(lines[3].starts_with(&["owner/absent", "-"]), "{text}");
     assert!(lines[3].contains(&"missing"), "{text}");

@@ -350,6 +350,12 @@ fn tools(
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or("custom");
+        if kind == "function" {
+            let message = format!(
+                "tools[{i}]: is written as OpenAI's API has it; a tool here has `name` and `input_schema`, and no type"
+            );
+            return Err(ApiError::value(format!("tools[{i}]"), message));
+        }
         if kind != "custom" {
             notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
             continue;

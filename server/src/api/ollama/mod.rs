@@ -141,9 +141,11 @@ impl<const CHAT: bool> Ollama<CHAT> {
     /// The last object of a reply: `line` with reason, counts and times.
     fn ended(&self, head: &Head, replies: &[Reply], line: Line<Content>) -> Line<Content> {
         let Some(reply) = replies.first() else {
-            let unloads = self.keep_alive == Some(Some(Duration::ZERO));
+            let noted = Extension::without_reply(head);
+            // A note says that the model stays.
+            let unloads = self.keep_alive == Some(Some(Duration::ZERO)) && noted.notes.is_empty();
             let reason = if unloads { DoneReason::Unload } else { DoneReason::Load };
-            return Line { done_reason: Some(reason), ..line };
+            return Line { done_reason: Some(reason), steersman: Some(noted), ..line };
         };
         let reason = match reply.finished.reason {
             FinishReason::Length => DoneReason::Length,
@@ -161,8 +163,7 @@ impl<const CHAT: bool> Ollama<CHAT> {
             prompt_eval_duration: first_piece.saturating_sub(times.started),
             eval_count: usage.reply_tokens(),
             eval_duration: times.ended - first_piece,
-            steersman,
         };
-        Line { done_reason: Some(reason), end: Some(end), ..line }
+        Line { done_reason: Some(reason), end: Some(end), steersman: Some(steersman), ..line }
     }
 }

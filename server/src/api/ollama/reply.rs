@@ -25,6 +25,8 @@ pub struct Line<C> {
     pub done_reason: Option<DoneReason>,
     #[serde(flatten)]
     pub end: Option<End>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steersman: Option<Extension>,
 }
 
 impl<C> Line<C> {
@@ -38,6 +40,7 @@ impl<C> Line<C> {
             logprobs: Vec::new(),
             done_reason: None,
             end: None,
+            steersman: None,
         }
     }
 }
@@ -52,7 +55,6 @@ pub struct End {
     pub prompt_eval_duration: u64,
     pub eval_count: u32,
     pub eval_duration: u64,
-    pub steersman: Extension,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, JsonSchema)]
