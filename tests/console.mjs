@@ -467,7 +467,7 @@ const TESTS = {
       assert.equal(await button.getAttribute("aria-pressed"), "true");
       await check(page, seen, `settings of ${await button.textContent()}`);
     }
-    assert.deepEqual(Object.keys(texts), ["curl", "OpenAI for Python", "Anthropic for Python", "Codex", "Claude Code", "opencode", "aider"]);
+    assert.deepEqual(Object.keys(texts), ["curl", "OpenAI for Python", "Anthropic for Python", "Ollama for Python", "LangChain", "Codex", "Claude Code", "opencode", "aider"]);
     const whole = await page.evaluate(() => document.documentElement.outerHTML);
     assert.ok(!whole.includes(OPERATOR));
     for (const [name, text] of Object.entries(texts)) {
@@ -479,7 +479,9 @@ const TESTS = {
     assert.ok(answer.choices[0].message.content.includes("Rome"), JSON.stringify(answer));
     const { provider, model } = JSON.parse(texts.opencode);
     assert.deepEqual([provider.steersman.options.baseURL, model], [`${url}/v1`, "steersman/gpt-small"]);
-    for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"]]) {
+    const { limit } = provider.steersman.models["gpt-small"];
+    assert.ok(limit.context > limit.output && texts.Codex.includes(`model_context_window = ${limit.context}`), JSON.stringify(limit));
+    for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"], ["Ollama for Python", "ollama"], ["LangChain", "langchain_openai"]]) {
       // What Python reads: the packages are tested by tests/*_client.py.
       await run("python3", ["-c", "import ast, sys; ast.parse(sys.argv[1])", texts[name]], env);
       assert.ok(texts[name].includes(`from ${package_} import`));

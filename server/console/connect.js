@@ -13,9 +13,13 @@ const word = (text) =>
   /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 const quoted = JSON.stringify;
 
+/** The limits of a model for opencode, which otherwise asks for replies of 32,000 tokens. */
+const limitOf = (context) => ({ context, output: Math.min(32_000, Math.floor(context / 4)) });
+
 /**
  * The clients: a name, what the text is, what to do with it, and how the text is made. `base` is
- * the server's address; `needsKey` says whether it asks for a key.
+ * the server's address; `needsKey` says whether it asks for a key; `context` is the model's, in
+ * tokens, or null while it is not known.
  */
 const CLIENTS = [
   [
@@ -61,11 +65,44 @@ const CLIENTS = [
     ],
   ],
   [
+    "Ollama for Python",
+    "Python",
+    "pip install ollama",
+    ({ base, model, needsKey }) => [
+      needsKey && "import os\n",
+      "from ollama import Client\n",
+      needsKey
+        ? `client = Client("${base}", headers={"Authorization": "Bearer " + os.environ["${KEY}"]})`
+        : `client = Client("${base}")`,
+      "reply = client.chat(",
+      `    model=${quoted(model)},`,
+      '    messages=[{"role": "user", "content": "What is the capital of Italy?"}],',
+      ")",
+      "print(reply.message.content)",
+    ],
+  ],
+  [
+    "LangChain",
+    "Python",
+    "pip install langchain-openai",
+    ({ base, model, needsKey }) => [
+      needsKey && "import os\n",
+      "from langchain_openai import ChatOpenAI\n",
+      "chat = ChatOpenAI(",
+      `    model=${quoted(model)},`,
+      `    base_url="${base}/v1",`,
+      `    api_key=${needsKey ? `os.environ["${KEY}"]` : '"none"'},`,
+      ")",
+      'print(chat.invoke("What is the capital of Italy?").content)',
+    ],
+  ],
+  [
     "Codex",
     "~/.codex/config.toml",
     "Add it to the file, then run codex.",
-    ({ base, model, needsKey }) => [
+    ({ base, model, needsKey, context }) => [
       `model = ${quoted(model)}`,
+      context && `model_context_window = ${context}`,
       'model_provider = "steersman"\n',
       "[model_providers.steersman]",
       'name = "Steersman"',
@@ -81,7 +118,9 @@ const CLIENTS = [
     ({ base, model, needsKey }) => [
       `export ANTHROPIC_BASE_URL=${base}`,
       `export ANTHROPIC_AUTH_TOKEN=${needsKey ? `"$${KEY}"` : "none"}`,
-      `export ANTHROPIC_MODEL=${word(model)} ANTHROPIC_SMALL_FAST_MODEL=${word(model)}`,
+      "# The names `opus`, `sonnet` and `haiku` stand for this model, too.",
+      `export ANTHROPIC_MODEL=${word(model)} ANTHROPIC_DEFAULT_OPUS_MODEL=${word(model)} \\`,
+      `  ANTHROPIC_DEFAULT_SONNET_MODEL=${word(model)} ANTHROPIC_DEFAULT_HAIKU_MODEL=${word(model)}`,
       "export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
       "claude",
     ],
@@ -90,7 +129,7 @@ const CLIENTS = [
     "opencode",
     "opencode.json",
     "Put it into the folder of a project or ~/.config/opencode/, then run opencode.",
-    ({ base, model, needsKey }) => [
+    ({ base, model, needsKey, context }) => [
       JSON.stringify(
         {
           provider: {
@@ -98,7 +137,9 @@ const CLIENTS = [
               npm: "@ai-sdk/openai-compatible",
               name: "Steersman",
               options: { baseURL: `${base}/v1`, apiKey: needsKey ? `{env:${KEY}}` : "none" },
-              models: { [model]: { name: model } },
+              models: {
+                [model]: { name: model, limit: context ? limitOf(context) : undefined },
+              },
             },
           },
           model: `steersman/${model}`,
@@ -111,7 +152,7 @@ const CLIENTS = [
   [
     "aider",
     "Shell",
-    "Run it in the folder of a project.",
+    "Run it in the folder of a project. aider warns that it does not know the model's context; that does no harm.",
     ({ base, model, needsKey }) => [
       `aider --model ${word(`openai/${model}`)} \\`,
       `  --openai-api-base ${base}/v1 \\`,
@@ -195,11 +236,13 @@ export function connect(element, state) {
   );
 
   let shown = tab.get("connect-client");
+  const contexts = new Map();
   function draw() {
     const [name, kind, about, text] = CLIENTS.find(([known]) => known === shown) ?? CLIENTS[0];
     for (const button of choices.children)
       button.setAttribute("aria-pressed", String(button.textContent === name));
-    const lines = text({ base, model: model.value, needsKey });
+    const context = contexts.get(model.value) ?? null;
+    const lines = text({ base, model: model.value, needsKey, context });
     snippet.replaceChildren(
       h("p", { class: "muted" }, about),
       code(kind, lines.filter(Boolean).join("\n")),
@@ -215,6 +258,7 @@ export function connect(element, state) {
   const abort = new AbortController();
   get("/v1/models", abort.signal)
     .then(({ data }) => {
+      for (const { id, context } of data) contexts.set(id, context);
       model.append(...data.map(({ id }) => h("option", { value: id }, id)));
       draw();
     })

@@ -2,14 +2,7 @@
 
 import { events, get, post } from "./api.js";
 import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, empty, text } from "./dom.js";
-import { poll } from "./requests.js";
-
-const ACCOUNTS = [
-  ["weights", "Weights", "weights"],
-  ["running", "Running requests", "running"],
-  ["prefix_cache", "Prefix cache", "cache"],
-  ["step", "Next step", "step"],
-];
+import { ACCOUNTS, poll, usedBytes } from "./requests.js";
 
 const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
 
@@ -19,8 +12,7 @@ function memory(engines) {
   const { limit, arrays } = engines[0].bytes;
   const sums = ACCOUNTS.map(([field, name, kind]) => ({ name, kind, value: engines.reduce((sum, engine) => sum + (engine.bytes[field] ?? 0), 0) }));
   const known = sums.reduce((sum, part) => sum + part.value, 0);
-  // Arrays are counted after the first pass, accounts from the start.
-  const used = Math.max(arrays, known);
+  const used = usedBytes(engines);
   const parts = [...sums, { name: "Other arrays", kind: "other", value: Math.max(arrays - known, 0) }].map((part) => ({ ...part, text: bytes(part.value) }));
   const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - used, 0), text: bytes(Math.max(limit - used, 0)) }];
   return h("div", {},

@@ -130,6 +130,20 @@ function charts() {
   return { element, draw };
 }
 
+/** Accounts of memory: the field of an engine's `bytes`, its name, and its color. */
+export const ACCOUNTS = [
+  ["weights", "Weights", "weights"],
+  ["running", "Running requests", "running"],
+  ["prefix_cache", "Prefix cache", "cache"],
+  ["step", "Next step", "step"],
+];
+
+/** Bytes of all arrays of the process. They are counted after the first pass, accounts from the start. */
+export function usedBytes(engines) {
+  const known = engines.flatMap(({ bytes }) => ACCOUNTS.map(([field]) => bytes[field] ?? 0));
+  return Math.max(engines[0]?.bytes.arrays ?? 0, known.reduce((sum, bytes) => sum + bytes, 0));
+}
+
 export function requests(element, state) {
   const [active, activeBody] = table("Requests that run or wait");
   const [ended, endedBody] = table("Requests that have ended");
@@ -179,6 +193,6 @@ export function requests(element, state) {
     overTime.draw(past);
     put("cached", percent(counts.cached_tokens, counts.prompt_tokens), `${number(counts.hits)} of ${number(counts.hits + counts.misses)} requests`);
     const [first] = health.engines;
-    put("memory", bytes(first.bytes.arrays), `of ${bytes(first.bytes.limit)}`);
+    put("memory", bytes(usedBytes(health.engines)), first ? `of ${bytes(first.bytes.limit)}` : "no model is loaded");
   }, 1000);
 }

@@ -266,7 +266,7 @@ async fn unknown_fields_of_items_are_noted() {
         format!("input[0].content[0].colour: {left_out}"),
         format!("input[1].depth: {left_out}"),
         format!("input[3].namespace: {left_out}"),
-        format!("input[4].seconds: {left_out}, also in 1 other places"),
+        format!("input[4].seconds: {left_out}, also in 1 other place"),
         "routed: plain".into(),
     ];
     assert_eq!(reply["steersman"]["notes"], json!(expected));
