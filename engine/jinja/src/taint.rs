@@ -44,6 +44,36 @@ pub struct Taint {
     words: Vec<String>,
 }
 
+/// Names that templates read in messages, calls, tools and schemas. A vocabulary may have a token that is spelled like one
+/// of them; a template would not find a tainted name.
+const FIELDS: [&str; 25] = [
+    "role",
+    "content",
+    "text",
+    "name",
+    "id",
+    "type",
+    "tool_calls",
+    "tool_call_id",
+    "function",
+    "arguments",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "description",
+    "parameters",
+    "strict",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "default",
+    "return",
+];
+
 impl Taint {
     /// For special tokens with these `spellings`.
     pub fn new<'a>(spellings: impl Iterator<Item = &'a str>) -> Self {
@@ -92,12 +122,15 @@ impl Taint {
         }
     }
 
-    /// Taints all texts in `map`, keys included.
+    /// Taints all texts in `map`, keys included but for [`FIELDS`].
     pub fn map(&self, map: &mut Map<String, Value>, origin: Origin) {
         *map = std::mem::take(map)
             .into_iter()
             .map(|(name, mut value)| {
                 self.value(&mut value, origin);
+                if FIELDS.contains(&name.as_str()) {
+                    return (name, value);
+                }
                 (self.text(&name, origin).into_owned(), value)
             })
             .collect();
@@ -224,5 +257,17 @@ mod tests {
         assert!(!text.contains('<'));
         assert_eq!(plain_text(&text), original.to_string());
         assert_eq!(value["role"], "user");
+    }
+
+    /// With a token `role`, each chat was refused: its template found no role in a message.
+    #[test]
+    fn names_that_templates_read_are_never_tainted() {
+        let taint = Taint::new(["role", "parameters", "other"].into_iter());
+        let mut value = serde_json::json!({"role": "role", "parameters": {"other": 1}});
+        taint.value(&mut value, Origin::Client);
+        assert_ne!(value["role"], "role");
+        assert_eq!(plain_text(value["role"].as_str().unwrap()), "role");
+        let names = value["parameters"].as_object().unwrap().keys();
+        assert!(names.into_iter().all(|name| name != "other" && plain_text(name) == "other"));
     }
 }

@@ -248,7 +248,8 @@ impl Text {
         let mut messages = messages.collect::<Result<Vec<_>>>()?;
         let mut tools = if tools.is_empty() { Value::Null } else { tools.into() };
         if let Some(taint) = taint {
-            taint.map(&mut own, Origin::Client);
+            // A name is not rendered: the template asks for it.
+            own.values_mut().for_each(|value| taint.value(value, Origin::Client));
             taint.value(&mut tools, Origin::Client);
             for message in &mut messages {
                 let is_reply = message["role"] == "assistant";
