@@ -328,12 +328,10 @@ template <typename T> T simd_sum(T x, int line = __builtin_LINE()) {
   emulation::collect(x, line);
   T sums[emulation::LANES];
   for (int i = 0; i < emulation::LANES; i++) sums[i] = emulation::of_lane<T>(i);
-  for (int apart = 1; apart < emulation::LANES; apart *= 2) {
-    T next[emulation::LANES];
-    for (int i = 0; i < emulation::LANES; i++) next[i] = T(sums[i] + sums[i ^ apart]);
-    memcpy(sums, next, sizeof sums);
-  }
-  return sums[emulation::current % emulation::LANES];
+  // Lanes that add what they have to what their neighbors have, 1, 2, 4 .. lanes apart, all have the sum of this tree.
+  for (int count = emulation::LANES / 2; count > 0; count /= 2)
+    for (int i = 0; i < count; i++) sums[i] = T(sums[2 * i] + sums[2 * i + 1]);
+  return sums[0];
 }
 template <typename T> T simd_max(T x, int line = __builtin_LINE()) {
   emulation::collect(x, line);
