@@ -50,7 +50,7 @@ mod trust;
 
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
 pub use bundle::{BUNDLE_BYTES, Bundle, pack};
-pub use chain::{Chain, Link};
+pub use chain::{Chain, Link, Texts};
 pub use check::apply_edits;
 pub use config::{
     CHAIN_LENGTH, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,

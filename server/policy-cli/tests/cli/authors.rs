@@ -279,6 +279,36 @@ fn sim_shows_what_a_policy_would_have_cut() {
     assert!(nothing.starts_with("0 of 5 replies changed; 0 of "), "{nothing}");
 }
 
+/// It called everything but `on-text`, and said `0 of 1 replies changed` of a policy that does nothing else.
+#[test]
+fn sim_shows_what_a_policy_replaces_in_answers() {
+    let corpus = r#"{"text": "mail me at a@b.com now"}
+{"reasoning": "it is a@b.com", "text": "at the end: c@d.org"}
+{"text": "nothing of that kind"}
+"#;
+    let trace = r#"{"request":"r1","hook":"on-request","input":{}}
+{"request":"r1","hook":"on-text","input":{"text":"mail a@b"}}
+{"request":"r1","hook":"on-text","input":{"position":5,"text":"a@b.com now","end":true}}
+"#;
+    let folder = folder(&[("corpus.jsonl", corpus), ("trace.jsonl", trace)]);
+    let corpus = path(&folder, "corpus.jsonl");
+    let shown = succeed(&["sim", "redact", &corpus]);
+    let first = r#"line 1: 5 words, 0 saved
+  replaces "a@b.com " at word 5: "[redacted] "
+"#;
+    assert!(shown.contains(first), "{shown}");
+    let second = "line 2: 7 words, 0 saved\n  replaces \"c@d.org\" at word 7: \"[redacted]\"\n";
+    assert!(shown.contains(second), "{shown}");
+    assert!(
+        shown.contains("2 of 3 replies changed; ") && shown.ends_with("replaces 2\n"),
+        "{shown}"
+    );
+    let off = succeed(&["sim", "redact", &corpus, "--param", "patterns=none"]);
+    assert!(off.starts_with("0 of 3 replies changed; "), "{off}");
+    let traced = succeed(&["sim", "redact", &path(&folder, "trace.jsonl")]);
+    assert!(traced.contains("r1: 3 words, 0 saved\n  replaces \"a@b.com \" at word 3"), "{traced}");
+}
+
 #[test]
 fn sim_reads_traces_and_names_what_it_cannot_read() {
     let trace = r#"{"request":"r1","hook":"on-request","input":{"user":"Hi"}}
