@@ -180,6 +180,18 @@ fn a_hook_that_the_component_does_not_export_is_reported_by_build_and_check() {
     assert!(checked.contains(warning), "{checked}");
 }
 
+/// It was a traceback of 67 lines that did not name `wit/world.wit`.
+#[test]
+fn a_hook_in_python_that_the_world_lacks_is_an_error_without_a_traceback() {
+    let folder = project();
+    let script = "#!/bin/sh\necho 'Traceback (most recent call last):' >&2\n\
+                  echo \"AttributeError: module 'wit_world.exports' has no attribute 'OnText'\" >&2\nexit 1\n";
+    fs::write(folder.path().join(".venv/bin/componentize-py"), script).unwrap();
+    let failed = fail(&["build", folder.path().to_str().unwrap()]);
+    let expected = "wit/world.wit does not export `on-text`: add `export on-text;` to wit/world.wit, then build again";
+    assert!(failed.contains(expected) && !failed.contains("Traceback"), "{failed}");
+}
+
 #[test]
 fn a_policy_in_python_cannot_have_the_name_of_a_module() {
     let folder = folder(&[]);
