@@ -113,6 +113,24 @@ fn a_parameter_of_a_command_is_checked_with_the_schema() {
     }
 }
 
+/// A misspelt parameter was no error as long as the component had another name than the policy.
+#[test]
+fn a_next_version_is_tested_with_the_schema_beside_the_golden_file() {
+    let folder = mine();
+    let next = path(&folder, "next.wasm");
+    fs::copy(path(&folder, "mine.wasm"), &next).unwrap();
+    let golden = path(&folder, "mine.jsonl");
+    let unknown = fail(&["test", &next, &golden, "--param", "rule=x"]);
+    assert!(unknown.contains("--param: params `rule`: is in no schema"), "{unknown}");
+    // Without it, the command says so.
+    fs::remove_file(folder.path().join("mine.params.toml")).unwrap();
+    let (_, error, _) = run(&["test", &next, &golden, "--param", "rule=x"]);
+    assert!(
+        error.contains("next.params.toml: does not exist, so no schema checks --param"),
+        "{error}"
+    );
+}
+
 /// A mistake was shown as a difference of `note`, far below the line that had it.
 #[test]
 fn a_mistake_in_rules_is_reported_before_any_answer_with_its_file_rule_and_line() {
