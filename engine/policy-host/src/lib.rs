@@ -60,7 +60,7 @@ pub use database::Storage;
 pub use error::{Cause, Error, Failure};
 pub use file::create_private_folder;
 pub use golden::{Decision, Golden, check_golden};
-pub use guard::Guard;
+pub use guard::{Guard, TOOK_OVER};
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
