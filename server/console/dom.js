@@ -64,6 +64,9 @@ export function bytes(count) {
 
 export const number = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en-US"));
 
+/** 1 call, 2 calls */
+export const count = (value, one, many = `${one}s`) => `${number(value)} ${value === 1 ? one : many}`;
+
 /** Numbers of a configuration, which the engine has in 32 bits. */
 export const rounded = (value) => String(Math.round(value * 1e4) / 1e4);
 

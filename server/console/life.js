@@ -1,7 +1,7 @@
 // One request's life: its prompt, its reply as it streams, and each policy decision at its token.
 
 import { events, get } from "./api.js";
-import { h, text, title, chip, fact, number, duration, percent, rounded, time, notice } from "./dom.js";
+import { h, text, title, chip, fact, number, count, duration, percent, rounded, time, notice } from "./dom.js";
 import { promptBar } from "./requests.js";
 
 /** Records of a trace that are shown; a request may have 16,384. */
@@ -13,7 +13,7 @@ export function summary(record) {
   if (record.error) return `failed: ${record.error}`;
   if (answer === undefined || answer === null) return "no answer";
   if (hook === "on-step") return answer.map(action).join(", ") || "nothing";
-  if (hook === "on-prompt") return answer.length ? `${answer.length} replacements in the system text` : "nothing";
+  if (hook === "on-prompt") return answer.length ? `${count(answer.length, "replacement")} in the system text` : "nothing";
   if (hook === "on-request") {
     const plan = Object.entries(answer).filter(([, value]) => !isEmpty(value));
     return plan.map(([name, value]) => `${name.replaceAll("_", " ")}: ${brief(value)}`).join("; ") || "nothing";
@@ -54,9 +54,9 @@ function decisions(records) {
       h("pre", { tabindex: "0", "aria-label": "Record" }, JSON.stringify({ input: record.input, answer: record.answer, imports: record.imports }, null, 1))));
   const quiet = records.length - matter.length;
   return [
-    quiet > 0 && h("p", { class: "muted small" }, `${number(quiet)} calls changed nothing.`),
+    quiet > 0 && h("p", { class: "muted small" }, `${count(quiet, "call")} changed nothing.`),
     h("ol", { class: "records" }, matter.slice(0, SHOWN).map(item)),
-    matter.length > SHOWN && h("p", { class: "muted small" }, `${number(matter.length - SHOWN)} further records: GET /v1/requests/ID/trace`),
+    matter.length > SHOWN && h("p", { class: "muted small" }, `${count(matter.length - SHOWN, "further record")}: GET /v1/requests/ID/trace`),
   ];
 }
 
@@ -176,7 +176,7 @@ export function life(element, state, id) {
     try {
       const { records, tool_runs: runs = [] } = await get(`/v1/requests/${encodeURIComponent(id)}/trace`, abort.signal);
       trace.replaceChildren(...decisions(records).filter(Boolean));
-      if (runs.length) trace.append(h("p", { class: "muted small" }, `${runs.length} calls of tools ran on this server.`));
+      if (runs.length) trace.append(h("p", { class: "muted small" }, `${count(runs.length, "call")} of tools ran on this server.`));
     } catch (error) {
       if (abort.signal.aborted) return;
       trace.replaceChildren(h("p", { class: "muted" }, error.code === "trace_not_found" ? "No policy was called." : error.message));

@@ -1,7 +1,7 @@
 // The policies: versions, push, rollback, and what shadows would have changed.
 
 import { get, post } from "./api.js";
-import { h, title, chip, fact, bytes, time, number, percent, empty, notice, toast, confirm, keyed } from "./dom.js";
+import { h, title, chip, fact, bytes, time, number, count, percent, empty, notice, toast, confirm, keyed } from "./dom.js";
 import { poll } from "./requests.js";
 import { summary } from "./life.js";
 
@@ -11,7 +11,7 @@ function use({ profile, position, shadow, breaker }) {
   const health = { closed: ["healthy", "finished"], probation: [`probation, ${breaker.probation_left} left`, "prefill"], open: [`resting for ${breaker.rests_s} s`, "failed"] };
   return h("li", {}, h("a", { href: "#/profiles" }, profile), h("span", { class: "muted small" }, ` position ${position + 1}`),
     shadow ? chip("shadow") : null, chip(...health[breaker.state]),
-    breaker.failures_in_a_row ? h("span", { class: "small bad-text" }, `${breaker.failures_in_a_row} failures in a row`) : null);
+    breaker.failures_in_a_row ? h("span", { class: "small bad-text" }, `${count(breaker.failures_in_a_row, "failure")} in a row`) : null);
 }
 
 function versions(policy) {
@@ -65,7 +65,7 @@ function shadow(policy, state) {
         h("p", {}, h("a", { href: `#/requests/${encodeURIComponent(mine.request)}` }, mine.request.slice(0, 18)), " ", h("span", { class: "mono small" }, mine.hook), mine.step !== undefined ? h("span", { class: "muted small" }, ` call ${mine.step}`) : null),
         h("dl", { class: "versus" }, fact("Shadow", summary(mine)), fact("Applied", applied.map((record) => `${record.policy}: ${summary(record)}`).join("; ") || "nothing")));
       body.replaceChildren(
-        h("p", {}, h("span", { class: "strong" }, `${number(differing)} of ${number(calls)} answers differ`), ` (${percent(differing, calls)}) in ${number(requests)} requests; ${number(failures)} failures.`),
+        h("p", {}, h("span", { class: "strong" }, `${number(differing)} of ${number(calls)} answers differ`), ` (${percent(differing, calls)}) in ${count(requests, "request")}; ${count(failures, "failure")}.`),
         differences.length ? h("ol", { class: "records" }, differences.map(line)) : h("p", { class: "muted" }, "The shadow would have changed nothing in the requests in memory."));
     } catch (error) {
       body.replaceChildren(notice("bad", h("p", {}, error.message)));

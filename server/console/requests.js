@@ -59,7 +59,11 @@ function row(request) {
 function fill(line, request) {
   const [phase, what, profile, prompt, reply, rate, when] = line.children;
   const label = request.phase === "failed" ? `failed ${request.status}` : request.phase;
-  if (phase.textContent !== label) phase.replaceChildren(chip(label, request.phase));
+  const state = `${label} ${request.policy_failed}`;
+  if (phase.dataset.shown !== state) {
+    phase.dataset.shown = state;
+    phase.replaceChildren(chip(label, request.phase), ...(request.policy_failed ? [chip("policy failed", "failed")] : []));
+  }
   const { route } = request;
   if (!what.firstChild) {
     const name = request.id

@@ -343,8 +343,42 @@ mod tests {
         );
         std::fs::write(&path, profile).unwrap();
         let (passed, printed) = checked(&path);
-        let expected = "profile `p`: policy `rules`: parameter `rules`: rule 1, line 2: ";
-        assert!(!passed && printed.contains(expected), "{printed}");
+        let expected =
+            "line 4: profiles.p.params.rules: policy `rules`: parameter `rules`: rule 1, line 2: ";
+        assert!(!passed && printed.starts_with(expected), "{printed}");
+        assert_eq!(printed.lines().count(), 1, "{printed}");
+    }
+
+    /// They had neither the line of the configuration nor the file with the rules, and an unknown parameter hid them.
+    #[test]
+    fn mistakes_in_all_parameters_are_problems_with_their_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        let rules = folder.path().join("rules.toml").display().to_string();
+        std::fs::write(&rules, "[[rule]]\ndo = { reason = true }").unwrap();
+        let profile = "[profiles.p]\npolicies = ['default', 'rules', 'redact']\n[profiles.p.params]\n\
+                       redact.patterns = 'phone'\n";
+        let rules_at = format!("rules.rules = {{ file = '{rules}' }}\n");
+        std::fs::write(&path, format!("{profile}{rules_at}")).unwrap();
+        let (passed, printed) = checked(&path);
+        let expected = [
+            "line 4: profiles.p.params.redact.patterns: policy `redact`: parameter `patterns` cannot be `phone`"
+                .to_owned(),
+            format!("line 5: profiles.p.params.rules.rules: policy `rules`: {rules}: rule 1, line 2: "),
+        ];
+        let check = |printed: &str, expected: &[String]| {
+            assert_eq!(printed.lines().count(), expected.len(), "{printed}");
+            for (line, words) in printed.lines().zip(expected) {
+                assert!(line.starts_with(words), "`{words}` is not at the beginning of {line}");
+            }
+        };
+        assert!(!passed);
+        check(&printed, &expected);
+        std::fs::write(&path, format!("{profile}{rules_at}default.budgt = 1\n")).unwrap();
+        let (_, printed) = checked(&path);
+        let unknown =
+            "line 6: profiles.p.params.default.budgt: the policy `default` has no such parameter";
+        check(&printed, &[&expected[..], &[unknown.to_owned()]].concat());
     }
 
     #[test]

@@ -31,6 +31,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 /// Failed requests that condemn a version on probation.
 const PROBATION_FAILURES: u32 = 3;
 
+/// Bytes of a place in a source; what is longer is none.
+const PLACE_BYTES: usize = 128;
+
 /// Successful requests that end the probation.
 const PROBATION_SUCCESSES: u32 = 32;
 
@@ -159,9 +162,13 @@ impl Breaker {
             && !matches!(failure.cause, Cause::Deadline(_))
         {
             probation.failures += 1;
-            // The policy's own words may repeat a request, and every reader of the versions sees this.
+            // The policy's own words may repeat a request, and every reader of the versions sees this. The log of the
+            // failure has them.
             let cause = match &failure.cause {
-                Cause::Message(_) => "failed with a message".into(),
+                Cause::Message(message) => match panic_place(message) {
+                    Some(place) => format!("panicked at {place}; the log has its message"),
+                    None => "failed with a message, which the log has".into(),
+                },
                 Cause::Answer(_) => "answered what the contract does not allow".into(),
                 cause => cause.to_string(),
             };
@@ -192,6 +199,17 @@ impl Breaker {
         let left = counts.paused_until?.saturating_duration_since((self.clock)());
         (!left.is_zero()).then_some(left)
     }
+}
+
+/// The place in the source that the message of a panic in Rust begins with, `src/lib.rs:24:24`.
+fn panic_place(message: &str) -> Option<&str> {
+    let place = message.strip_prefix("panicked at ")?.split_whitespace().next()?;
+    let place = place.strip_suffix(':').unwrap_or(place);
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let mut parts = place.rsplitn(3, ':');
+    let [column, line, file] = [parts.next()?, parts.next()?, parts.next()?];
+    let is_place = is_number(column) && is_number(line) && file.ends_with(".rs");
+    (is_place && place.len() <= PLACE_BYTES).then_some(place)
 }
 
 #[cfg(test)]
@@ -275,7 +293,26 @@ mod tests {
             breaker.failed(&failure(cause));
         }
         let reason = breaker.condemned().unwrap();
-        assert_eq!(reason, "failed in 3 of its first 3 requests: on-step: failed with a message");
+        let expected = "on-step: failed with a message, which the log has";
+        assert_eq!(reason, format!("failed in 3 of its first 3 requests: {expected}"));
+    }
+
+    #[test]
+    fn the_reason_of_a_rollback_after_a_panic_has_its_place() {
+        let breaker = Breaker::on_probation();
+        let message = "panicked at src/lib.rs:24:24: no such user: anna".to_owned();
+        (0..PROBATION_FAILURES)
+            .for_each(|_| breaker.failed(&failure(Cause::Message(message.clone()))));
+        let expected = "on-step: panicked at src/lib.rs:24:24; the log has its message";
+        assert_eq!(
+            breaker.condemned().unwrap(),
+            format!("failed in 3 of its first 3 requests: {expected}")
+        );
+        for other in
+            ["panicked at anna's door", "panicked at 4711:1:2: x", "no", "panicked at ", ""]
+        {
+            assert_eq!(panic_place(other), None, "{other}");
+        }
     }
 
     #[test]

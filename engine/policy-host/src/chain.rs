@@ -28,8 +28,9 @@ use crate::error::{Cause, Failure};
 use crate::trace::{Recorder, TracedPolicy};
 use added::Added;
 use merge::Owners;
-use texts::Texts;
 use unseen::Unseen;
+
+pub use texts::Texts;
 
 /// One policy of a chain.
 pub struct Link {

@@ -33,6 +33,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::contract::{Answer, Call, Hook, Params, Policy};
 use crate::error::{Error, Failure};
@@ -41,7 +42,10 @@ use crate::sandbox::Component;
 use case::{Expected, Line};
 pub use file::Golden;
 
-/// Mismatches that [`check_golden`] reports.
+/// Bytes of a text without tokens that are shown.
+const SHOWN_BYTES: usize = 100;
+
+/// Mismatches that [`check_golden`] reports, and texts without tokens that one of them names.
 const REPORTED: usize = 8;
 
 /// Checks `component` against the text of a golden file; returns the number of cases. Calls that were
@@ -157,14 +161,19 @@ impl Golden {
     pub fn replay(&self, component: &Arc<Component>) -> Vec<Decision> {
         let mut decisions = Vec::new();
         for case in &self.cases {
-            let mut decide = |line: &Line, answer: Result<Answer, Failure>, fuel| {
+            // Texts that this case has asked the tokenizer for in vain.
+            let mut unknown: Vec<String> = Vec::new();
+            let mut decide = |line: &Line,
+                              answer: Result<Answer, Failure>,
+                              fuel,
+                              unknown: &[String]| {
                 decisions.push(Decision {
                     line: line.number,
                     case: case.name.clone(),
                     case_line: case.lines.first().map_or(0, |first| first.number),
                     hook: line.call.hook(),
                     step: if let Call::Step(step) = &line.call { Some(step.index) } else { None },
-                    problem: line.mismatch(&answer),
+                    problem: line.mismatch(&answer).map(|text| text + &without_tokens(unknown)),
                     error: answer.as_ref().err().map(ToString::to_string),
                     answer: answer.ok(),
                     fuel,
@@ -173,14 +182,20 @@ impl Golden {
             let mut instance = match case.start(component) {
                 Ok(instance) => instance,
                 Err(failure) => {
-                    decide(&case.lines[0], Err(failure), 0);
+                    decide(&case.lines[0], Err(failure), 0, &[]);
                     continue;
                 }
             };
             for line in case.lines.iter().filter(|line| !line.replaced) {
                 let answer = instance.call(&line.call);
                 let failed = answer.is_err();
-                decide(line, answer, instance.take_report().cost.fuel);
+                let report = instance.take_report();
+                for text in case::unknown_texts(&report.imports) {
+                    if unknown.len() < REPORTED && !unknown.contains(&text) {
+                        unknown.push(text);
+                    }
+                }
+                decide(line, answer, report.cost.fuel, &unknown[..]);
                 if failed {
                     break;
                 }
@@ -189,4 +204,18 @@ impl Golden {
         decisions.sort_by_key(|decision| decision.line);
         decisions
     }
+}
+
+/// What a difference says of texts without tokens, in a line of its own; empty if there are none.
+fn without_tokens(texts: &[String]) -> String {
+    let Some(first) = texts.first() else { return String::new() };
+    let quoted =
+        |text: &String| Value::from(&text[..text.floor_char_boundary(SHOWN_BYTES)]).to_string();
+    let named: Vec<_> = texts.iter().map(quoted).collect();
+    format!(
+        "\n  no tokenizer in a test, so these texts have no tokens: {}; give them in a line of the case, such as \
+         \"given\": {{\"tokens\": {{{}: [7]}}}}",
+        named.join(", "),
+        quoted(first)
+    )
 }

@@ -12,6 +12,9 @@ use crate::contract::{Answer, Call, CallReport, Hook, Policy};
 use crate::error::{Cause, Failure};
 use crate::native;
 
+/// The end of the note of a failure after which the native policy answers.
+pub const TOOK_OVER: &str = "the native policy took over";
+
 /// A policy whose failures are handled.
 pub struct Guard {
     policy: String,
@@ -69,7 +72,7 @@ impl Guard {
             OnFailure::Closed => Err(failure),
             OnFailure::Open => {
                 tracing::warn!(policy = self.policy, %failure, "policy replaced by native policy");
-                self.report.notes.push(format!("{failure}; the native policy took over"));
+                self.report.notes.push(format!("{failure}; {TOOK_OVER}"));
                 Ok(())
             }
         }

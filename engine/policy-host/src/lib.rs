@@ -50,7 +50,7 @@ mod trust;
 
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
 pub use bundle::{BUNDLE_BYTES, Bundle, pack};
-pub use chain::{Chain, Link};
+pub use chain::{Chain, Link, Texts};
 pub use check::apply_edits;
 pub use config::{
     CHAIN_LENGTH, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
@@ -60,7 +60,7 @@ pub use database::Storage;
 pub use error::{Cause, Error, Failure};
 pub use file::create_private_folder;
 pub use golden::{Decision, Golden, check_golden};
-pub use guard::Guard;
+pub use guard::{Guard, TOOK_OVER};
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,

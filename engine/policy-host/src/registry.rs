@@ -356,7 +356,7 @@ impl Policies {
         Report { policies: policies.collect(), params: params.collect() }
     }
 
-    /// Parameters that policies could not use at the start, one line each.
+    /// Parameters that policies could not use at the start, one line each: `profiles.NAME.params.KEY: problem`.
     pub fn unusable_params(&self) -> &[String] {
         &self.unusable
     }

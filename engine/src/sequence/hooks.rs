@@ -154,6 +154,7 @@ impl Hooks {
         let (call, away) = (call.to_owned(), Arc::new(Mutex::new(Away::Calling)));
         let mut session = self.session.take().expect("it is here");
         let called = away.clone();
+        let span = self.span.clone();
         self.threads.run(jobs, move || {
             let back = catch_panic("being decoded", || {
                 let answer = hook.in_scope(|| session.policy.call(&call));
@@ -164,7 +165,8 @@ impl Hooks {
                 Away::Abandoned(summary, finishing) => {
                     drop(state);
                     if let Ok((mut session, _)) = back {
-                        finish(&mut session, &summary);
+                        let hook = span.hook(Hook::OnFinish.name());
+                        hook.in_scope(|| finish(&mut session, &summary));
                     }
                     drop(finishing);
                 }

@@ -7,9 +7,9 @@
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use wit_bindgen_core::{Files, wit_parser::Resolve};
 use wit_component::{ComponentEncoder, DecodedWasm, decode};
@@ -317,7 +317,7 @@ fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     tool.arg("componentize").arg(file.file_stem().unwrap_or_default());
     // Imports of WASI become traps inside the component.
     tool.arg("--stub-wasi").arg("--output").arg(out);
-    finish(tool, &install(folder, "requirements.txt"))
+    explained(tool, &install(folder, "requirements.txt"), unexported::in_python)
 }
 
 /// Compiles the .c files of a folder to a core module, with the header that its world gives.
@@ -391,12 +391,42 @@ fn install(folder: &Path, file: &str) -> String {
 fn finish(mut command: Command, install: &str) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     match command.status() {
-        Ok(status) if status.success() => Ok(()),
-        Ok(status) => bail!("`{name}` failed ({status}); its messages are above"),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            bail!("`{name}` is missing: {install}")
-        }
-        Err(error) => Err(error).with_context(|| name),
+        Ok(status) => ended(status, &name),
+        Err(error) => Err(not_started(error, &name, install)),
+    }
+}
+
+/// Runs a tool with our stdout. If it fails and `explain` knows why, the error is that explanation; otherwise what the
+/// tool wrote to its stderr goes to ours.
+fn explained(
+    mut command: Command,
+    install: &str,
+    explain: fn(&str) -> Option<String>,
+) -> Result<()> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = match command.stdout(Stdio::inherit()).stderr(Stdio::piped()).output() {
+        Ok(output) => output,
+        Err(error) => return Err(not_started(error, &name, install)),
+    };
+    let messages = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success()
+        && let Some(problem) = explain(&messages)
+    {
+        bail!("{problem}");
+    }
+    eprint!("{messages}");
+    ended(output.status, &name)
+}
+
+fn ended(status: ExitStatus, name: &str) -> Result<()> {
+    ensure!(status.success(), "`{name}` failed ({status}); its messages are above");
+    Ok(())
+}
+
+fn not_started(error: std::io::Error, name: &str, install: &str) -> anyhow::Error {
+    match error.kind() {
+        ErrorKind::NotFound => anyhow!("`{name}` is missing: {install}"),
+        _ => anyhow::Error::new(error).context(name.to_owned()),
     }
 }
 

@@ -207,7 +207,7 @@ pub fn run(
         Task::Build(options) => build::run(options, out),
         Task::Check { file, grants } => check(&load(&file.file)?, grants, config, out),
         Task::Test { file, goldens, selection } => {
-            let loaded = load(&file.file)?;
+            let loaded = load(&file.file)?.with_schema_beside(&goldens)?;
             param::check(&loaded, &selection.params)?;
             test(loaded, &goldens, &selection, out)
         }
@@ -291,6 +291,23 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
     });
     let component = Arc::new(component?);
     Ok(Loaded { stem, component, bytes: bundle.component.len(), path, bundle })
+}
+
+impl Loaded {
+    /// With the schema beside one of the golden files, if there is none beside the component: the next version of a
+    /// policy is tested as `next.wasm` before it has the name of the policy.
+    fn with_schema_beside(mut self, goldens: &[PathBuf]) -> Result<Self> {
+        if self.bundle.is_archive || self.path.is_none() {
+            return Ok(self);
+        }
+        for golden in goldens {
+            if self.bundle.schema.is_some() {
+                break;
+            }
+            self.bundle.schema = schema_beside(golden).map_err(|problem| anyhow!(problem))?;
+        }
+        Ok(self)
+    }
 }
 
 /// Does `work`, which may take long, and says every few seconds how long it has taken.

@@ -45,6 +45,10 @@ pub fn check(loaded: &Loaded, params: &[Param]) -> Result<()> {
         return Ok(());
     }
     let component = &loaded.component;
+    if let (None, Some(path)) = (&loaded.bundle.schema, &loaded.path) {
+        let schema = path.with_extension("params.toml");
+        eprintln!("{}: does not exist, so no schema checks --param", schema.display());
+    }
     let texts = texts(params);
     let schemas = vec![(component.name().to_owned(), loaded.bundle.schema.clone())];
     conform(&schemas, &texts).map_err(|problem| anyhow!("--param: {problem}"))?;

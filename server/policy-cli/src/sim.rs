@@ -1,9 +1,10 @@
 //! `steersman policy sim`: what a policy would have done to replies that exist, without a model.
 //!
 //! A reply is cut into words, which stand for its tokens, and the policy is called as the engine would call it:
-//! with its plan, its steps, the loops that the engine's detector finds in the words, and the budget of
-//! reasoning. What a policy ends or cuts is counted. What it adds or bans changes what a model would have
-//! written, which nobody knows here: the reply continues as it was, and the action is counted.
+//! with its plan, its steps, the text of the answer on its way to the client, the loops that the engine's detector
+//! finds in the words, and the budget of reasoning. What a policy ends or cuts is counted. What it adds or bans
+//! changes what a model would have written, which nobody knows here: the reply continues as it was, and the
+//! action is counted.
 //!
 //! # Why
 //! Words are not tokens; most tokenizers make three tokens of two words of English. Shares of a reply, places
@@ -22,8 +23,8 @@ use serde::Deserialize;
 use steersman_policy_host::events::Watch;
 use steersman_policy_host::loops::Detector;
 use steersman_policy_host::{
-    Action, Call, Component, Context, Golden, Instance, Observations, Phase, Plan, Policy,
-    PromptView, RequestView, Step, Summary,
+    Action, Call, Component, Context, Golden, Hook, Instance, Observations, Phase, Plan, Policy,
+    PromptView, RequestView, Step, Summary, TextVerdict, TextView, Texts,
 };
 
 use super::param::{self, Param};
@@ -133,7 +134,7 @@ fn read(text: &str, path: &Path) -> Result<Vec<(String, Reply)>> {
     lines.map(parse).collect()
 }
 
-/// The replies of a trace: what its steps have shown.
+/// The replies of a trace: what its steps have shown, and of the answer what `on-text` was called with.
 fn traced(text: &str) -> Result<Vec<(String, Reply)>, String> {
     let golden = Golden::parse(text)?;
     if let Some(why) = golden.inexact() {
@@ -146,14 +147,24 @@ fn traced(text: &str) -> Result<Vec<(String, Reply)>, String> {
             continue;
         }
         let mut reply = Reply::default();
+        let mut answer = String::new();
         for line in &case.lines {
             match &line.call {
                 Call::Prompt(view) => reply.system = view.system.join("\n\n"),
                 Call::Request(view) => reply.user.clone_from(&view.user),
                 Call::Step(step) if step.phase == Phase::Reasoning => reply.reasoning += &step.text,
                 Call::Step(step) => reply.text += &step.text,
+                Call::Text(view) => {
+                    // A rewind took back what was behind this position, or the policy had held it.
+                    answer.truncate(answer.floor_char_boundary(view.position as usize));
+                    answer += &view.text;
+                }
                 _ => {}
             }
+        }
+        // A policy that waits for no steps is called with the text only.
+        if reply.text.is_empty() {
+            reply.text = answer;
         }
         replies.insert(case.name.clone(), reply);
     }
@@ -205,11 +216,15 @@ fn simulate(
         return Ok(outcome);
     }
     let watch = Watch::new(&plan);
-    let mut run = Run { instance, plan, watch, outcome, step: Step::default(), seen: 0 };
+    let texts = component.needs(Hook::OnText, "", &request.params).then(|| Texts::new(1));
+    let mut run = Run { instance, plan, watch, texts, outcome, step: Step::default(), seen: 0 };
     for (phase, words) in phases {
         if !run.phase(phase, &words)? {
             break;
         }
+    }
+    if run.step.answer_tokens > 0 {
+        run.shape("", true)?;
     }
     let Run { mut instance, outcome, .. } = run;
     ask(&mut instance, &Summary::default())?;
@@ -226,6 +241,8 @@ struct Run {
     instance: Instance,
     plan: Plan,
     watch: Option<Watch>,
+    /// The answer on its way through `on-text`; `None` if the policy is not called with it.
+    texts: Option<Texts>,
     outcome: Outcome,
     /// What the next step has.
     step: Step,
@@ -279,6 +296,18 @@ impl Run {
                 || (self.plan.on_newline && step.newline)
                 || step.observed.is_some()
                 || (self.plan.every > 0 && self.seen >= self.plan.every);
+            let stop = if is_reasoning {
+                None
+            } else {
+                let start = answer.len();
+                answer.push_str(word);
+                let found = self.plan.stop.iter().find_map(|stop| Some((answer.find(stop)?, stop)));
+                let stop = found.map(|(at, stop)| (at.max(start) - start, stop.clone()));
+                // The engine sends a piece before it calls `on-step`, and searches stop strings before it sends.
+                let sent = stop.as_ref().map_or(*word, |(at, _)| &word[..*at]);
+                self.shape(sent, false)?;
+                stop
+            };
             let next = if is_called { self.call()? } else { Next::Goes };
             match next {
                 Next::EndsReply => return Ok(false),
@@ -292,9 +321,7 @@ impl Run {
             if is_reasoning {
                 continue;
             }
-            answer.push_str(word);
-            if let Some(stop) = self.plan.stop.iter().find(|stop| answer.contains(*stop)) {
-                let stop = stop.clone();
+            if let Some((_, stop)) = stop {
                 self.did("ends at the stop string", &stop);
                 return Ok(false);
             }
@@ -338,6 +365,20 @@ impl Run {
         Ok(next)
     }
 
+    /// Passes text of the answer to `on-text`, and notes what the policy makes of it.
+    fn shape(&mut self, text: &str, end: bool) -> Result<()> {
+        let Some(texts) = &mut self.texts else { return Ok(()) };
+        let Some(view) = texts.view(0, text, end) else { return Ok(()) };
+        let verdict = ask(&mut self.instance, &view)?;
+        let change = change(&view, &verdict);
+        texts.answer(0, verdict, end, false);
+        texts.end(text.len());
+        if let Some((what, new)) = change {
+            self.did(&what, &new);
+        }
+        Ok(())
+    }
+
     /// Notes what was done, and where.
     fn did(&mut self, what: &str, text: &str) {
         let text = if text.is_empty() { String::new() } else { format!(": {text:?}") };
@@ -350,6 +391,22 @@ fn found(watch: &mut Watch, word: &str) -> Option<Observations> {
     watch.read(word);
     let (texts_found, token_found) = watch.found(u32::MAX);
     Observations { texts_found, token_found, drawn: Vec::new() }.if_any()
+}
+
+/// What a verdict does to a text, and the new text; `None` if the client receives it as it is.
+fn change(view: &TextView, verdict: &TextVerdict) -> Option<(String, String)> {
+    let TextVerdict::Replace(change) = verdict else { return None };
+    let seen = view.text.as_str();
+    let held = seen.len().min(change.hold as usize);
+    let old = &seen[..seen.ceil_char_boundary(seen.len() - held)];
+    let new = change.text.as_str();
+    let what = match (old, new) {
+        _ if old == new => return None,
+        ("", _) => "adds".to_owned(),
+        (_, "") => format!("removes {old:?}"),
+        _ => format!("replaces {old:?}"),
+    };
+    Some((what, new.to_owned()))
 }
 
 /// A number for a word; equal words have equal numbers.

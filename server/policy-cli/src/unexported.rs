@@ -39,6 +39,9 @@ const DEFINITIONS: &[Definition] = &[
     definition!("on-finish", "on_finish", "onFinish", "OnFinish"),
 ];
 
+/// The interfaces that a policy may import.
+const IMPORTS: [&str; 5] = ["log", "kv", "tokenizer", "counters", "failure"];
+
 /// Bytes of a source that are searched; longer ones are generated.
 const SOURCE_BYTES: u64 = 1 << 20;
 
@@ -70,6 +73,40 @@ pub fn warn(folder: &Path, exported: &[impl AsRef<str>], out: &mut impl Write) -
         }
     }
     Ok(())
+}
+
+/// What componentize-py's traceback means, if it is about a hook or an import that `wit/world.wit` does not name.
+pub fn in_python(messages: &str) -> Option<String> {
+    let name = |begin: &str| {
+        let (_, rest) = messages.split_once(begin)?;
+        Some(rest.split_once('\'')?.0)
+    };
+    if let Some(class) = name("module 'wit_world.exports' has no attribute '") {
+        let begin = format!("class {class}(");
+        let Some(one) = DEFINITIONS.iter().find(|one| one.python == begin) else {
+            let hooks: Vec<_> = DEFINITIONS.iter().map(|one| one.hook).collect();
+            return Some(format!(
+                "the source uses `exports.{class}`, and the contract has no such hook; it has {}",
+                hooks.join(", ")
+            ));
+        };
+        return Some(format!(
+            "the source uses `exports.{class}`, and wit/world.wit does not export `{hook}`: {remedy}, then build again",
+            hook = one.hook,
+            remedy = in_world(one.hook),
+        ));
+    }
+    // `from wit_world.imports import log`, and `import wit_world.imports.log`.
+    let import = name("No module named 'wit_world.imports.").or_else(|| {
+        let name = name("cannot import name '")?;
+        messages.contains(&format!("'{name}' from 'wit_world.imports'")).then_some(name)
+    })?;
+    IMPORTS.contains(&import).then(|| {
+        format!(
+            "the source uses `wit_world.imports.{import}`, and wit/world.wit does not import it: add \
+             `import {import};` to wit/world.wit, then build again"
+        )
+    })
 }
 
 fn is_comment(line: &str) -> bool {
@@ -154,6 +191,50 @@ mod tests {
         let warned = warnings("src/lib.rs", call, &["on-step"]);
         assert!(warned[0].ends_with("remove `without on_tool_call` from `export!`"), "{warned:?}");
         assert_eq!(warnings("src/lib.rs", &format!("// {call}"), &["on-step"]), [""; 0]);
+    }
+
+    #[test]
+    fn errors_of_python_about_the_world_name_the_line_that_it_lacks() {
+        for (error, expected) in [
+            (
+                "AttributeError: module 'wit_world.exports' has no attribute 'OnToolCall'. Did you mean: 'OnStep'?",
+                "the source uses `exports.OnToolCall`, and wit/world.wit does not export `on-tool-call`: \
+                 add `export on-tool-call;` to wit/world.wit, then build again",
+            ),
+            (
+                "AttributeError: module 'wit_world.exports' has no attribute 'OnTxt'",
+                "the source uses `exports.OnTxt`, and the contract has no such hook; it has on-params, \
+                 on-prompt, on-request, on-step, on-text, on-tool-call, on-finish",
+            ),
+            (
+                "ImportError: cannot import name 'log' from 'wit_world.imports' (/world/wit_world/__init__.py)",
+                "the source uses `wit_world.imports.log`, and wit/world.wit does not import it: add \
+                 `import log;` to wit/world.wit, then build again",
+            ),
+        ] {
+            let messages =
+                format!("Traceback (most recent call last):\n  File \"brief.py\"\n{error}\n");
+            assert_eq!(in_python(&messages).as_deref(), Some(expected));
+        }
+        for other in [
+            "SyntaxError: invalid syntax",
+            "ImportError: cannot import name 'log' from 'words' (/words.py)",
+            "AttributeError: module 'words' has no attribute 'OnText'",
+        ] {
+            assert_eq!(in_python(other), None);
+        }
+    }
+
+    #[test]
+    fn every_import_of_the_contract_is_known() {
+        let contract = include_str!("../../../wit/policy.wit");
+        let (_, world) = contract.split_once("world hooks {").unwrap();
+        let imports = world.lines().filter_map(|line| line.trim().strip_prefix("import "));
+        let mut imports: Vec<_> = imports.map(|name| name.trim_end_matches(';')).collect();
+        imports.sort_unstable();
+        let mut known = IMPORTS;
+        known.sort_unstable();
+        assert_eq!(imports, known);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use steersman_engine::request::{Choice, Choices, Event, Request};
 use steersman_engine::{Engine, Error, RequestError, policy};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
+use tracing::Instrument;
 
 use super::access::{self, Admission, Caller, Destination};
 use super::app::App;
@@ -68,7 +69,9 @@ pub async fn handle<P: Protocol>(
     };
     let mut log = RequestLog::new(arrival, app.metrics.clone(), tracked);
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
-    let began = begin::<P>(&app, &caller, &headers, body, received, shutdown, &mut log).await;
+    let span = log.span().0;
+    let began = begin::<P>(&app, &caller, &headers, body, received, shutdown, &mut log);
+    let began = began.instrument(span).await;
     let Began { protocol, head, events, is_stream } = began.map_err(|error| log.failed(error))?;
     match is_stream {
         true => stream(protocol, head, events, log).await,

@@ -10,7 +10,7 @@ use axum::response::IntoResponse;
 use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
-use steersman_engine::policy::PolicyReport;
+use steersman_engine::policy::{PolicyReport, Use};
 use steersman_engine::{Engine, Error};
 use steersman_models::pool::Report;
 
@@ -41,6 +41,8 @@ pub struct Health {
     machine: Load,
     /// Policies of profiles that fail in every request, since no version of them is active.
     inactive_policies: Vec<InactivePolicy>,
+    /// Policies that are not called in one of their profiles for a while, since they have failed there too often.
+    open_breakers: Vec<String>,
 }
 
 /// A policy without a version; the reason is for operators.
@@ -107,6 +109,7 @@ pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> 
         engines: engines.iter().map(EngineHealth::from).collect(),
         models: models.into_iter().map(ModelHealth::from).collect(),
         machine: Load::now(),
+        open_breakers: open_breakers(&policies),
         inactive_policies: policies.into_iter().filter_map(inactive).collect(),
     }))
 }
@@ -114,6 +117,13 @@ pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> 
 fn inactive(policy: PolicyReport) -> Option<InactivePolicy> {
     let (is_active, retries) = (policy.is_active(), policy.is_pending);
     (!is_active).then_some(InactivePolicy { policy: policy.name, retries })
+}
+
+/// The policies whose breaker is open in a profile. That of a shadow changes no reply.
+fn open_breakers(policies: &[PolicyReport]) -> Vec<String> {
+    let is_open = |used: &Use| !used.shadow && used.health.paused.is_some();
+    let open = policies.iter().filter(|policy| policy.profiles.iter().any(is_open));
+    open.map(|policy| policy.name.clone()).collect()
 }
 
 impl From<(String, &'static str, Report)> for ModelHealth {
@@ -169,4 +179,43 @@ pub async fn scrape(
         .is_some_and(|types| types.contains("text/plain") && !types.contains("openmetrics"));
     let (kind, text) = if is_plain { (PLAIN, metrics::plain(&text)) } else { (OPEN_METRICS, text) };
     ([(header::CONTENT_TYPE, kind), (header::VARY, "accept")], text)
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_engine::policy::{Health as PolicyHealth, Origin};
+
+    use super::*;
+
+    fn policy(name: &str, shadow: bool, paused: Option<Duration>) -> PolicyReport {
+        let health = PolicyHealth { paused, ..PolicyHealth::default() };
+        PolicyReport {
+            name: name.into(),
+            sha256: "0123".into(),
+            contract: "0.5.0",
+            origin: Origin::File,
+            file: None,
+            signed_by: None,
+            since: 0,
+            bytes: 1,
+            hooks: Vec::new(),
+            imports: Vec::new(),
+            profiles: vec![Use { profile: "default".into(), position: 0, shadow, health }],
+            problem: None,
+            is_pending: false,
+            earlier: Vec::new(),
+        }
+    }
+
+    /// Policies were paused, and `/health` named none of them.
+    #[test]
+    fn policies_that_are_paused_are_named() {
+        let paused = Some(Duration::from_secs(30));
+        let policies = [
+            policy("broken", false, paused),
+            policy("fine", false, None),
+            policy("tried", true, paused),
+        ];
+        assert_eq!(open_breakers(&policies), ["broken"]);
+    }
 }

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::json;
+use steersman_engine::policy::TOOK_OVER;
 use steersman_engine::report::{Live, Stage};
 use steersman_engine::request::{Event, FinishReason, Usage};
 use tokio::sync::{Semaphore, mpsc};
@@ -199,6 +200,7 @@ impl Entry {
             max_tokens: state.max_tokens,
             max_answer_tokens: state.max_answer_tokens,
             notes: state.notes.len(),
+            policy_failed: state.notes.iter().any(|note| note.text.ends_with(TOOK_OVER)),
             end: None,
             tokens_per_second: None,
         };
@@ -253,6 +255,8 @@ pub struct ListedRequest {
     /// Limit on answer and tool calls, if they are limited apart from the reasoning.
     max_answer_tokens: Option<u32>,
     notes: usize,
+    /// Whether a policy failed and the native one took over.
+    policy_failed: bool,
     #[serde(flatten)]
     end: Option<ListedEnd>,
     tokens_per_second: Option<f64>,

@@ -194,14 +194,15 @@ impl<P: Protocol> Run<P> {
                 }
             };
             let next = next.map_err(|failure| {
-                let error = match failure {
+                // Details of errors that the client does not get are logged here, with the fields of the request.
+                let error = self.log.span().log(|| match failure {
                     Failure::Reply(index, error) => {
                         let prompt = self.protocol.prompt_field(index);
                         ApiError::from(error).in_fields(&prompt, &self.head.tool_fields)
                     }
                     Failure::Engine(error) => error.into(),
                     Failure::Shutdown => ApiError::stopping(),
-                };
+                });
                 self.log.failed(error)
             })?;
             let Some((index, progress)) = next else { return Ok(None) };

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
+use steersman_engine::policy::{Cause, Failure};
 use steersman_engine::request::Event;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -275,6 +276,33 @@ async fn log_has_one_line_for_each_request_without_its_text() {
         assert!(log.contains(words), "`{words}` is not in {log}");
     }
     assert!(!log.contains("secret") && !log.contains("Rome"), "{log}");
+}
+
+/// The line of a failed policy named neither the request nor its profile.
+#[tokio::test]
+async fn log_of_a_failed_policy_names_its_request() {
+    fn fails() -> Vec<Act> {
+        let cause = Cause::Trap("unreachable".into());
+        let failure = Failure { policy: "brk".into(), hook: "on-step", cause };
+        vec![Say(Event::Failed(failure.into()))]
+    }
+    let lines = Lines::default();
+    let (app, _) = app(fails);
+    let _guard = lines.capture();
+    for stream in [false, true] {
+        let mut request = post(body(json!({"stream": stream})).to_string());
+        request.headers_mut().insert("x-request-id", "trace-7".parse().unwrap());
+        bytes(send(&app, request).await).await;
+    }
+    let log = lines.text();
+    let failed: Vec<_> = log.lines().filter(|line| line.contains("policy failed")).collect();
+    assert_eq!(failed.len(), 2, "{log}");
+    for line in failed {
+        let has = |words: &str| assert!(line.contains(words), "`{words}` is not in {line}");
+        has("details=policy `brk`: on-step: trapped: unreachable");
+        has("request_id=\"trace-7\"");
+        has("profile=\"default\"");
+    }
 }
 
 #[tokio::test]

@@ -180,6 +180,27 @@ fn note(tokens: u32, note: &str) -> Act {
     Say(Event::Note { tokens, note: note.into() })
 }
 
+/// Requests whose policy failed open were listed as all others.
+#[tokio::test]
+async fn requests_in_which_the_native_policy_took_over_say_so() {
+    fn fails() -> Vec<Act> {
+        let mut acts = answer();
+        acts.insert(0, note(0, "policy `brk`: on-step: failed: x; the native policy took over"));
+        acts
+    }
+    fn closes() -> Vec<Act> {
+        let mut acts = answer();
+        acts.insert(0, note(0, "closed the reasoning"));
+        acts
+    }
+    for (script, failed) in [(fails as fn() -> Vec<Act>, true), (closes, false)] {
+        let (app, _) = app_with(&guarded(), script);
+        ask(&app, "sk-all", json!({})).await.unwrap();
+        let listed = until(&app, "sk-operator", ENDED).await;
+        assert_eq!((&listed[0]["notes"], &listed[0]["policy_failed"]), (&1.into(), &failed.into()));
+    }
+}
+
 /// A reply that stops in the middle until the test has seen it.
 fn paused() -> Vec<Act> {
     vec![

@@ -108,6 +108,14 @@ impl Vocabulary for GivenTokens {
     }
 }
 
+/// The texts that were to be tokenized and have no tokens.
+pub fn unknown_texts(calls: &[ImportCall]) -> impl Iterator<Item = String> {
+    calls.iter().filter_map(|ImportCall { call, arguments, answer }| {
+        let text = arguments.first().filter(|text| !text.is_empty())?;
+        (call == "tokenizer.encode" && answer.as_deref() == Some("[]")).then(|| text.clone())
+    })
+}
+
 impl Line {
     /// How an answer differs from the expected one, if it does.
     pub fn mismatch(&self, answer: &Result<Answer, Failure>) -> Option<String> {

@@ -149,3 +149,16 @@ fn an_incomplete_file_is_inexact() {
     let missing = Golden::parse(&format!("{CLOSES}\n{{\"dropped\":7}}")).unwrap();
     assert_eq!(missing.inexact(), Some("line 6: 7 calls are missing"));
 }
+
+/// The note of `rules`, "`sorry` is 0 tokens of this model", stood in the difference, and a test has no model.
+#[test]
+fn a_difference_says_that_a_text_has_no_tokens_without_a_model() {
+    let line = r#"{"hook":"on-request","input":{"params":[["rules","[[rule]]\ndo = { ban = \"sorry\" }"]]},"answer":{"note":null}}"#;
+    let rules = shipped("rules");
+    let error = check_golden(&rules, line).unwrap_err().to_string();
+    let expected = "no tokenizer in a test, so these texts have no tokens: \"sorry\", \" sorry\"; give them in a \
+                    line of the case, such as \"given\": {\"tokens\": {\"sorry\": [7]}}";
+    assert!(error.contains(expected), "{error}");
+    let given = line.replacen('{', "{\"given\":{\"tokens\":{\"sorry\":[7],\" sorry\":[8]}},", 1);
+    assert_eq!(check_golden(&rules, &given).unwrap(), 1);
+}

@@ -99,8 +99,11 @@ impl Active {
             while let Some((profile, reason)) = entry.newly_condemned() {
                 let sha256 = entry.sha256();
                 tracing::error!(policy, profile, sha256, reason, "policy rolled back");
+                // A rollback by an operator would write the version before it there.
+                let is_in_file = entry.current.as_ref().is_some_and(|version| version.is_in_file());
+                let file = if is_in_file { "; the file still has it" } else { "" };
                 let message = format!(
-                    "policy `{policy}`: {sha256} {reason}; rolled back to the version before it"
+                    "policy `{policy}`: {sha256} {reason}{file}; rolled back to the version before it"
                 );
                 entry.set_back.insert(profile.clone());
                 if entry.set_back.len() < users {
@@ -228,6 +231,11 @@ impl Version {
     pub fn entry(&self) -> HistoryEntry {
         let Self { bytes, origin, since, .. } = *self;
         HistoryEntry { sha256: self.sha256(), bytes, origin, since, withdrawn: None }
+    }
+
+    /// Whether it came from the file of the policy, or was written there.
+    fn is_in_file(&self) -> bool {
+        self.origin != Origin::Shipped
     }
 
     /// SHA-256 of the component, in hex.

@@ -14,48 +14,52 @@ use std::sync::Arc;
 use super::active::{PolicyEntry, Version};
 use super::source::ProfileChain;
 use crate::chain::own_params;
+use crate::config::Param;
 use crate::contract::{Hook, Params, Policy, RequestView};
 use crate::error::Error;
 use crate::sandbox::{Component, Context};
 use crate::schema::{Schema, Schemas, nearest, problems};
 use crate::shipped::SHIPPED;
 
-/// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each.
+/// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each, which
+/// begins with the key of the configuration.
 ///
 /// # Errors
-/// [`Error::Params`] names all parameters that no policy of the profile knows. They are logged instead if an
-/// earlier version of a policy runs in place of a broken one, which may know them.
+/// [`Error::Params`] names all parameters that do not fit a schema or that no policy of the profile knows, and those
+/// that its policies cannot use. Unknown ones are logged instead if an earlier version of a policy runs in place of a
+/// broken one, which may know them.
 pub fn check(
     profile: &str,
     chain: &ProfileChain,
     policies: &BTreeMap<String, PolicyEntry>,
     params: &Params,
 ) -> Result<Vec<String>, Error> {
-    let mut unusable = Vec::new();
     if params.is_empty() {
-        return Ok(unusable);
+        return Ok(Vec::new());
     }
+    // The key of a parameter and its problem; no key for a problem that is about none of them.
+    let mut unusable: Vec<(String, String)> = Vec::new();
     let schemas = chain.links.iter().map(|(policy, _)| {
         let version = policies[policy].current.as_ref();
         (policy.clone(), version.and_then(|version| version.schema.clone()))
     });
     let schemas: Schemas = schemas.collect();
-    let problems = problems(&schemas, params);
-    if !problems.is_empty() {
-        return Err(Error::Params { profile: profile.into(), problems });
-    }
+    let mut wrong = problems(&schemas, params);
     let mut unknown: BTreeSet<_> = params.iter().map(|(param, _)| param.clone()).collect();
+    for (param, _) in &wrong {
+        unknown.remove(param);
+    }
+    let given = &chain.settings.params;
     for (policy, _) in &chain.links {
         // Without a version it has a problem, and the rest is logged.
         let Some(version) = policies[policy].current.as_deref() else { continue };
         let Version { component, schema, .. } = version;
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
-        let of_profile = |problem| format!("profile `{profile}`: policy `{policy}`: {problem}");
         let problems = match component.prepare(profile, &params) {
             Ok(prepared) => prepared.problems.clone(),
-            Err(failure) => vec![failure.to_string()],
+            Err(failure) => vec![format!("{}: {}", failure.hook, failure.cause)],
         };
-        unusable.extend(problems.into_iter().map(of_profile));
+        unusable.extend(problems.iter().map(|problem| located(given, policy, problem)));
         if let Some(schema) = schema {
             for name in schema.names() {
                 unknown.remove(name);
@@ -70,22 +74,57 @@ pub fn check(
             }
             unknown.remove(param);
             unknown.remove(&format!("{policy}.{param}"));
-            if note.contains(&format!("parameter `{param}`")) {
-                unusable.push(of_profile(note.clone()));
+            if let Some(at) = note.find(&format!("parameter `{param}`")) {
+                let found = located(given, policy, &note[at..]);
+                // A policy may report a problem in `on-params` and note it, too.
+                let by = format!("policy `{policy}`");
+                let is_known =
+                    |(key, text): &(String, String)| *key == found.0 && text.starts_with(&by);
+                if !unusable.iter().any(is_known) {
+                    unusable.push(found);
+                }
             }
         }
     }
-    if unknown.is_empty() {
-        return Ok(unusable);
-    }
+    unusable.retain(|(key, _)| wrong.iter().all(|(param, _)| param != key));
     let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
-    let problems = unknown.into_iter().map(|param| unknown_param(param, &names, &schemas));
-    let error = Error::Params { profile: profile.into(), problems: problems.collect() };
-    if names.iter().any(|policy| policies[*policy].problem.is_some()) {
-        tracing::warn!(problem = %error, "parameter unknown");
-        return Ok(unusable);
+    let unknown = unknown.into_iter().map(|param| unknown_param(param, &names, &schemas));
+    let unknown: Vec<_> = unknown.collect();
+    let line = |(key, problem): &(String, String)| match key.as_str() {
+        "" => format!("profiles.{profile}.params: {problem}"),
+        key => format!("profiles.{profile}.params.{key}: {problem}"),
+    };
+    if wrong.is_empty() && unknown.is_empty() {
+        return Ok(unusable.iter().map(line).collect());
     }
-    Err(error)
+    let error = |problems| Error::Params { profile: profile.into(), problems };
+    if wrong.is_empty() && names.iter().any(|policy| policies[*policy].problem.is_some()) {
+        let error = error(unknown);
+        tracing::warn!(problem = %error, "parameter unknown");
+        return Ok(unusable.iter().map(line).collect());
+    }
+    wrong.extend(unknown);
+    wrong.extend(unusable.into_iter().filter(|(key, _)| !key.is_empty()));
+    Err(error(wrong))
+}
+
+/// The key of the parameter of a profile that a `problem` of its `policy` is about, empty for none, and the problem
+/// with the name of the policy, and with the file that the parameter is read from.
+pub fn located(given: &BTreeMap<String, Param>, policy: &str, problem: &str) -> (String, String) {
+    let named = problem.strip_prefix("parameter `").and_then(|rest| rest.split_once('`'));
+    let found = named.and_then(|(name, rest)| {
+        let own = given.get_key_value(&format!("{policy}.{name}"));
+        Some((own.or_else(|| given.get_key_value(name))?, rest))
+    });
+    let Some(((key, value), rest)) = found else {
+        return (String::new(), format!("policy `{policy}`: {problem}"));
+    };
+    let problem = match (value, rest.strip_prefix(": ")) {
+        (Param::File { file }, Some(rest)) => format!("{}: {rest}", file.display()),
+        (Param::File { file }, None) => format!("{}: {problem}", file.display()),
+        (Param::Text(_), _) => problem.to_owned(),
+    };
+    (key.clone(), format!("policy `{policy}`: {problem}"))
 }
 
 /// The parameter `param`, which none of `policies` has, with its problem and the name that is spelt most like it.

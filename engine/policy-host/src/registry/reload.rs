@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::active::digest_of;
+use super::params::located;
 use super::source::{Source, read_param};
 use super::watch::Watch;
 use super::{Origin, Policies, Problem};
@@ -117,18 +118,21 @@ impl Policies {
     /// and with the calls of their golden files. No lock is held meanwhile.
     ///
     /// # Errors
-    /// The first policy that fails or reports a mistake, and the problem.
+    /// The mistakes that policies report, each with the file of its parameter, or the first policy that fails.
     fn try_params(&self, profile: &str, params: &Params) -> Result<(), String> {
         let schemas = self.active().schemas(&self.chains[profile], profile);
         conform(&schemas, params)?;
+        let given = &self.chains[profile].settings.params;
+        let mut problems: Vec<String> = Vec::new();
         for (policy, shadow) in &self.chains[profile].links {
             let version = self.active().policies[policy].version_of(profile, *shadow);
             let Some(version) = version else { continue };
             let own = own_params(policy, params).unwrap_or_else(|| params.clone());
             let prepared = version.component.prepare(profile, &own);
             let prepared = prepared.map_err(|failure| failure.to_string())?;
-            if let Some(problem) = prepared.problems.first() {
-                return Err(format!("policy `{policy}`: {problem}"));
+            problems.extend(prepared.problems.iter().map(|one| located(given, policy, one).1));
+            if !problems.is_empty() {
+                continue;
             }
             // A version without a golden file has none that could be parsed.
             let golden = Golden::parse(&version.golden).ok();
@@ -136,6 +140,6 @@ impl Policies {
                 return Err(format!("tried with the golden file: {problem}"));
             }
         }
-        Ok(())
+        if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
     }
 }

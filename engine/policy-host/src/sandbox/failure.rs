@@ -56,6 +56,12 @@ pub fn one_line(error: &wasmtime::Error) -> String {
     line
 }
 
+/// The message of a guest's failure in one line: line breaks become spaces, other control characters are escaped.
+pub fn message_line(message: &str) -> String {
+    let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
+    escaped(&lines.collect::<Vec<_>>().join(" "))
+}
+
 /// The text of a guest with control characters escaped.
 pub fn escaped(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
@@ -67,4 +73,22 @@ pub fn escaped(text: &str) -> String {
         }
     }
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The line break of a panic in Rust stood as `\n` in notes and log.
+    #[test]
+    fn a_message_is_one_line_without_escaped_line_breaks() {
+        for (message, line) in [
+            ("panicked at src/lib.rs:24:24:\nI broke", "panicked at src/lib.rs:24:24: I broke"),
+            ("  one\r\n\n  two\t2 \n", "one two\\t2"),
+            ("a\u{1b}[31m", "a\\u{1b}[31m"),
+            ("", ""),
+        ] {
+            assert_eq!(message_line(message), line);
+        }
+    }
 }

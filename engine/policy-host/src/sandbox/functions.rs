@@ -4,7 +4,7 @@
 
 use serde::Serialize;
 
-use super::failure::escaped;
+use super::failure::{escaped, message_line};
 use super::imports::KvMap;
 use super::state::State;
 use crate::contract::bindings::steersman::policy::kv::{AddRefusal, Refusal};
@@ -27,8 +27,8 @@ const DECODE_TOKENS: usize = 16 << 10;
 
 impl failure::Host for State {
     fn fail(&mut self, message: String) -> wasmtime::Result<()> {
-        let message = message[..message.floor_char_boundary(LINE_BYTES)].trim_end();
-        Err(self.fail(Cause::Message(escaped(message))))
+        let message = &message[..message.floor_char_boundary(LINE_BYTES)];
+        Err(self.fail(Cause::Message(message_line(message))))
     }
 }
 

@@ -113,6 +113,24 @@ fn a_parameter_of_a_command_is_checked_with_the_schema() {
     }
 }
 
+/// A misspelt parameter was no error as long as the component had another name than the policy.
+#[test]
+fn a_next_version_is_tested_with_the_schema_beside_the_golden_file() {
+    let folder = mine();
+    let next = path(&folder, "next.wasm");
+    fs::copy(path(&folder, "mine.wasm"), &next).unwrap();
+    let golden = path(&folder, "mine.jsonl");
+    let unknown = fail(&["test", &next, &golden, "--param", "rule=x"]);
+    assert!(unknown.contains("--param: params `rule`: is in no schema"), "{unknown}");
+    // Without it, the command says so.
+    fs::remove_file(folder.path().join("mine.params.toml")).unwrap();
+    let (_, error, _) = run(&["test", &next, &golden, "--param", "rule=x"]);
+    assert!(
+        error.contains("next.params.toml: does not exist, so no schema checks --param"),
+        "{error}"
+    );
+}
+
 /// A mistake was shown as a difference of `note`, far below the line that had it.
 #[test]
 fn a_mistake_in_rules_is_reported_before_any_answer_with_its_file_rule_and_line() {
@@ -178,6 +196,18 @@ fn a_hook_that_the_component_does_not_export_is_reported_by_build_and_check() {
     assert!(built.contains("warning: ") && built.contains(warning), "{built}");
     let checked = succeed(&["check", &path(&folder, "brief.wasm")]);
     assert!(checked.contains(warning), "{checked}");
+}
+
+/// It was a traceback of 67 lines that did not name `wit/world.wit`.
+#[test]
+fn a_hook_in_python_that_the_world_lacks_is_an_error_without_a_traceback() {
+    let folder = project();
+    let script = "#!/bin/sh\necho 'Traceback (most recent call last):' >&2\n\
+                  echo \"AttributeError: module 'wit_world.exports' has no attribute 'OnText'\" >&2\nexit 1\n";
+    fs::write(folder.path().join(".venv/bin/componentize-py"), script).unwrap();
+    let failed = fail(&["build", folder.path().to_str().unwrap()]);
+    let expected = "wit/world.wit does not export `on-text`: add `export on-text;` to wit/world.wit, then build again";
+    assert!(failed.contains(expected) && !failed.contains("Traceback"), "{failed}");
 }
 
 #[test]
@@ -277,6 +307,36 @@ fn sim_shows_what_a_policy_would_have_cut() {
     assert!(!shown.contains("line 2:"), "nothing happens to it: {shown}");
     let nothing = succeed(&["sim", "passthrough", &corpus]);
     assert!(nothing.starts_with("0 of 5 replies changed; 0 of "), "{nothing}");
+}
+
+/// It called everything but `on-text`, and said `0 of 1 replies changed` of a policy that does nothing else.
+#[test]
+fn sim_shows_what_a_policy_replaces_in_answers() {
+    let corpus = r#"{"text": "mail me at a@b.com now"}
+{"reasoning": "it is a@b.com", "text": "at the end: c@d.org"}
+{"text": "nothing of that kind"}
+"#;
+    let trace = r#"{"request":"r1","hook":"on-request","input":{}}
+{"request":"r1","hook":"on-text","input":{"text":"mail a@b"}}
+{"request":"r1","hook":"on-text","input":{"position":5,"text":"a@b.com now","end":true}}
+"#;
+    let folder = folder(&[("corpus.jsonl", corpus), ("trace.jsonl", trace)]);
+    let corpus = path(&folder, "corpus.jsonl");
+    let shown = succeed(&["sim", "redact", &corpus]);
+    let first = r#"line 1: 5 words, 0 saved
+  replaces "a@b.com " at word 5: "[redacted] "
+"#;
+    assert!(shown.contains(first), "{shown}");
+    let second = "line 2: 7 words, 0 saved\n  replaces \"c@d.org\" at word 7: \"[redacted]\"\n";
+    assert!(shown.contains(second), "{shown}");
+    assert!(
+        shown.contains("2 of 3 replies changed; ") && shown.ends_with("replaces 2\n"),
+        "{shown}"
+    );
+    let off = succeed(&["sim", "redact", &corpus, "--param", "patterns=none"]);
+    assert!(off.starts_with("0 of 3 replies changed; "), "{off}");
+    let traced = succeed(&["sim", "redact", &path(&folder, "trace.jsonl")]);
+    assert!(traced.contains("r1: 3 words, 0 saved\n  replaces \"a@b.com \" at word 3"), "{traced}");
 }
 
 #[test]

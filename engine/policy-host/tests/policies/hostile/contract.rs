@@ -38,7 +38,7 @@ fn a_policy_reports_why_it_fails_and_needs_no_grant_for_it() {
         policy(&mut start(&component)).ask(&looping()).unwrap_err().to_string()
     };
     let message = b"rule 2:\nno `when`";
-    let expected = r"policy `guest`: on-step: failed: rule 2:\nno `when`";
+    let expected = "policy `guest`: on-step: failed: rule 2: no `when`";
     assert_eq!(fails(message.len(), message), expected);
     let long = fails(3000, &[b'x'; 3000]);
     assert_eq!(long, format!("policy `guest`: on-step: failed: {}", "x".repeat(1024)));
