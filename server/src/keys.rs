@@ -168,8 +168,14 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
     let mut keys = Keys::read(&path)?;
     match task {
         Task::Create(options) => {
+            let closed = options.closes(&keys);
             let key = options.create(&mut keys, profiles)?;
             keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
+            if let Some(closed) = closed {
+                tracing::warn!(
+                    "this is the first key of {closed}: from now on, requests without a key are refused there"
+                );
+            }
             writeln!(out, "{key}")?;
         }
         Task::List => list(&keys, out)?,
@@ -192,6 +198,19 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
 }
 
 impl Create {
+    /// What the key closes to requests without a key, as the first of its kind in `keys`.
+    fn closes(&self, keys: &Keys) -> Option<String> {
+        match &self.profile {
+            _ if self.operator => None,
+            None => (!keys.has_client_key()).then(|| "this server".into()),
+            Some(name) => {
+                let opens = Opens::Profile(name.clone());
+                let is_first = keys.keys.iter().all(|key| key.opens != opens);
+                is_first.then(|| format!("the profile `{name}`"))
+            }
+        }
+    }
+
     /// Adds a key to `keys`, and returns it.
     fn create(&self, keys: &mut Keys, profiles: &[String]) -> Result<String> {
         let Self { name, profile, operator } = self;

@@ -190,6 +190,29 @@ fn wrong_names_are_explained() {
     assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 3);
 }
 
+/// A server on which everyone could ask refused everyone else, and nobody had said so.
+#[test]
+fn the_first_key_warns_of_what_it_closes() {
+    let folder = tempfile::tempdir().unwrap();
+    for (command, closed) in [
+        ("create me --operator", None),
+        ("create laptop", Some("first key of this server")),
+        ("create phone", None),
+        ("create app-1 --profile strict", Some("first key of the profile `strict`")),
+        ("create app-2 --profile strict", None),
+    ] {
+        let lines = Lines::default();
+        let log = lines.capture();
+        keys(folder.path(), command).unwrap();
+        drop(log);
+        let text = lines.text();
+        match closed {
+            Some(closed) => assert!(text.contains(closed), "{command}: {text}"),
+            None => assert!(!text.contains("refused"), "{command}: {text}"),
+        }
+    }
+}
+
 /// The error was `creating keys.lock`, without the folder.
 #[test]
 fn a_lock_that_cannot_be_opened_is_named_with_its_path() {
