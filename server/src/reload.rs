@@ -25,8 +25,10 @@ const LIVE: [&str; 6] = [
 /// The configuration file of a running server.
 pub struct Reloader {
     path: PathBuf,
-    /// What the file had when it was read last without an error.
-    active: Table,
+    /// What the file had when the server started: what runs of the keys that need a restart.
+    started: Table,
+    /// What it had when it was last read without an error: what runs of the live keys.
+    applied: Table,
     /// Applies the options of the command line.
     options: Box<dyn Fn(&mut FileConfig) + Send>,
     reloads: watch::Sender<Option<Arc<ServerConfig>>>,
@@ -37,7 +39,7 @@ pub struct Reloader {
 pub struct Changes {
     /// Those that have taken effect.
     pub applied: Vec<String>,
-    /// Those that take effect after a restart.
+    /// Those that differ from what runs until a restart, also if an earlier reload named them.
     pub need_restart: Vec<String>,
 }
 
@@ -51,8 +53,9 @@ impl Reloader {
         options: impl Fn(&mut FileConfig) + Send + 'static,
     ) -> Result<(Self, Reloads)> {
         let (reloads, receiver) = watch::channel(None);
-        let (path, active, options) = (path.to_path_buf(), read(path)?, Box::new(options));
-        Ok((Self { path, active, options, reloads }, receiver))
+        let (path, started, options) = (path.to_path_buf(), read(path)?, Box::new(options));
+        let applied = started.clone();
+        Ok((Self { path, started, applied, options, reloads }, receiver))
     }
 
     /// Reads the file again and applies what can be applied.
@@ -64,10 +67,11 @@ impl Reloader {
         (self.options)(&mut file);
         let (server, _) = file.check()?;
         let new = read(&self.path)?;
-        let changes = changes(&self.active, &new);
+        let (applied, _) = changed(&self.applied, &new);
+        let (_, need_restart) = changed(&self.started, &new);
         self.reloads.send_replace(Some(Arc::new(server)));
-        self.active = new;
-        Ok(changes)
+        self.applied = new;
+        Ok(Changes { applied, need_restart })
     }
 
     /// Reloads at each of `hangups`, for ever.
@@ -98,8 +102,8 @@ fn read(path: &Path) -> Result<Table> {
     text.parse().with_context(|| format!("in the configuration {}", path.display()))
 }
 
-/// The keys whose values differ, by whether they take effect at once.
-fn changes(old: &Table, new: &Table) -> Changes {
+/// The keys whose values differ: those that are live, and those that need a restart.
+fn changed(old: &Table, new: &Table) -> (Vec<String>, Vec<String>) {
     let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
     flatten("", old, &mut before);
     flatten("", new, &mut after);
@@ -107,8 +111,7 @@ fn changes(old: &Table, new: &Table) -> Changes {
     keys.sort();
     keys.dedup();
     let changed = keys.into_iter().filter(|key| before.get(*key) != after.get(*key));
-    let (applied, need_restart) = changed.cloned().partition(|key| is_live(key));
-    Changes { applied, need_restart }
+    changed.cloned().partition(|key| is_live(key))
 }
 
 /// Values by their whole key.
@@ -154,6 +157,10 @@ mod tests {
             ["aliases.gpt.4", "profiles.p.limits.requests", "server.admin_keys", "server.api_keys"];
         assert_eq!(changes.applied, applied);
         assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens", "server.port"]);
+        // What needs a restart is compared with what runs: it was named once, and a file with the old value again was
+        // said to need a restart.
+        let again = reloader.reload().unwrap();
+        assert_eq!((again.applied.len(), again.need_restart), (0, changes.need_restart));
         let server = reloads.borrow().clone().unwrap();
         assert_eq!((server.api_keys.len(), server.profiles["p"].requests), (1, 2));
 
@@ -167,6 +174,8 @@ mod tests {
         write("[server]\nport = 2\n");
         let changes = reloader.reload().unwrap();
         assert!(changes.applied.contains(&"server.api_keys".into()), "{changes:?}");
-        assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens"]);
+        assert_eq!(changes.need_restart, ["server.port"]);
+        write("[server]\nport = 1\n");
+        assert_eq!(reloader.reload().unwrap(), Changes::default());
     }
 }
