@@ -2,7 +2,8 @@
 
     python tests/monitoring.py target/debug/steersman
 
-With `promtool` on PATH, that program checks the rules, the expressions of the dashboard and the names of the metrics, too.
+With `promtool` on PATH, that program checks the rules, the expressions of the dashboard and the names of the metrics,
+too, and that the alerts with a history of mistakes fire when they should: SteersmanQueue and SteersmanStateNotSaved.
 """
 
 import json
@@ -229,9 +230,13 @@ def check_with_promtool(plain, folder):
         {"record": f"dashboard:n{number}", "expr": expression} for number, expression in enumerate(expressions())
     ]}]}
     file = yaml(folder, "dashboard.yml", rules)
-    queue = {"model": "m"}
-    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, queue, "9m", fires=False)
-    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, queue, "11m", fires=True)
+    model = {"model": "m"}
+    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "9m", fires=False)
+    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "11m", fires=True)
+    # A store that was not opened has no series of its own.
+    for enabled in [0, 1]:
+        values = {"steersman_cache_disk_saving": "0x30", "steersman_cache_disk_enabled": f"{enabled}x30"}
+        check_alert(promtool, folder, "SteersmanStateNotSaved", values, model, "10m", fires=bool(enabled))
     for checked in [ROOT / "configs/alerts.yml", file]:
         subprocess.run([promtool, "check", "rules", checked], check=True, stdout=subprocess.DEVNULL)
     linted = subprocess.run([promtool, "check", "metrics"], input=plain, capture_output=True, text=True)

@@ -146,7 +146,9 @@ async fn engine_without_a_prefix_store_reports_none() {
     assert_eq!(cache["disk"], Value::Null);
     assert_eq!(cache["memory"], json!({"prefixes": 0, "states": 0, "bytes": 0, "budget_bytes": 0}));
     let metrics = metrics(&app).await;
-    assert_eq!(metrics["steersman_cache_disk_saving{model=\"owner/tiny\"}"], 0.0);
+    for series in ["saving", "enabled"] {
+        assert_eq!(metrics[&format!("steersman_cache_disk_{series}{{model=\"owner/tiny\"}}")], 0.0);
+    }
     assert!(
         !metrics.keys().any(|name| name.starts_with("steersman_cache_disk_bytes")),
         "there is no prefix store"
