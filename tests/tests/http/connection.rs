@@ -343,6 +343,11 @@ async fn stopping_server_tells_new_clients_that_it_drains() {
         refused.starts_with("HTTP/1.1 503") && refused.contains("server_stopping"),
         "{refused}"
     );
+    // They had neither, though every response has an id.
+    for header in ["x-request-id: ", "retry-after: 2", "\"request_id\":\""] {
+        assert!(refused.contains(header), "`{header}` is not in {refused}");
+    }
+    assert!(health.contains("x-request-id: "), "{health}");
     assert!(!stopped.is_finished(), "the running request has not ended");
     drop(socket);
     tokio::time::timeout(PATIENCE, stopped).await.expect("it stops").unwrap();

@@ -114,9 +114,17 @@ async fn a_server_that_loads_its_models_says_so() {
     });
     assert_eq!(loading, expected);
     drop(load);
-    let response = send(&server, post(body(json!({})).to_string())).await;
+    let mut request = post(body(json!({})).to_string());
+    request.headers_mut().insert("x-request-id", "trace-7".parse().unwrap());
+    let response = send(&server, request).await;
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(json_of(response).await["error"]["code"], "server_loading");
+    assert_eq!(response.headers()["x-request-id"], "trace-7");
+    assert_eq!(response.headers()[header::RETRY_AFTER], "2");
+    let error = json_of(response).await;
+    assert_eq!(
+        (&error["error"]["code"], &error["request_id"]),
+        (&json!("server_loading"), &json!("trace-7"))
+    );
     app.get_or_init(|| self::app(answer).0);
     assert_eq!(json_of(send(&server, get("/health")).await).await["status"], "ok");
     let response = send(&server, post(body(json!({})).to_string())).await;
