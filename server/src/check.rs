@@ -211,11 +211,32 @@ fn problems_of_profile(
             Ok(policies) => {
                 let reports = policies.report().policies.into_iter();
                 problems.extend(reports.filter_map(|policy| Some(policy.problem?.message)));
-                problems.extend(policies.unusable_params().iter().cloned());
+                let unusable = policies.unusable_params().iter();
+                problems.extend(unusable.map(|problem| problem_of_param(name, &profile, problem)));
                 return problems;
             }
         }
     }
+}
+
+/// What a policy says of its parameter, behind the key of the parameter, by which its line is found.
+fn problem_of_param(name: &str, profile: &ProfilePolicies, problem: &str) -> String {
+    let Some(of_policy) = problem.strip_prefix(&format!("profile `{name}`: ")) else {
+        return problem.into();
+    };
+    let quoted = |before: &str| {
+        let (_, rest) = of_policy.split_once(before)?;
+        Some(rest.split_once('`')?.0)
+    };
+    let key = match (quoted("policy `"), quoted("parameter `")) {
+        (Some(policy), Some(param)) => {
+            let own = format!("{policy}.{param}");
+            let param = if profile.params.contains_key(&own) { own.as_str() } else { param };
+            format!("profiles.{name}.params.{param}")
+        }
+        _ => format!("profiles.{name}.params"),
+    };
+    format!("{key}: {of_policy}")
 }
 
 /// Whether the `entry` of a chain is the policy `policy`, by its name or by the name of its file.
@@ -343,8 +364,22 @@ mod tests {
         );
         std::fs::write(&path, profile).unwrap();
         let (passed, printed) = checked(&path);
-        let expected = "profile `p`: policy `rules`: parameter `rules`: rule 1, line 2: ";
+        let expected =
+            "line 4: profiles.p.params.rules: policy `rules`: parameter `rules`: rule 1, line 2: ";
         assert!(!passed && printed.contains(expected), "{printed}");
+
+        // The key of a parameter for one policy has its name.
+        let profile = "[profiles.a]\npolicies = ['agent']\n[profiles.a.params]\nreasoning_budget = 'many'\n\
+                       [profiles.b]\npolicies = ['agent']\n[profiles.b.params]\nagent.reasoning_budget = 'many'\n";
+        std::fs::write(&path, profile).unwrap();
+        let (_, printed) = checked(&path);
+        let problem = "policy `agent`: parameter `reasoning_budget` cannot be `many`";
+        for expected in [
+            format!("line 4: profiles.a.params.reasoning_budget: {problem}"),
+            format!("line 8: profiles.b.params.agent.reasoning_budget: {problem}"),
+        ] {
+            assert!(printed.lines().any(|line| line.starts_with(&expected)), "{printed}");
+        }
     }
 
     #[test]
