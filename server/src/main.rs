@@ -137,6 +137,7 @@ fn serve(options: Serve) -> Result<()> {
         keys: Some(Arc::new(keys::KeyFile::open(&data_dir)?)),
         responses: Some(data_dir.join("responses")),
         reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
+        reload_counts: reloader.as_ref().map(|(reloader, _)| reloader.counts()).unwrap_or_default(),
         ..Wiring::default()
     };
 

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
 use tokio::sync::watch;
@@ -32,6 +33,39 @@ pub struct Reloader {
     /// Applies the options of the command line.
     options: Box<dyn Fn(&mut FileConfig) + Send>,
     reloads: watch::Sender<Option<Arc<ServerConfig>>>,
+    counts: Arc<ReloadCounts>,
+}
+
+/// How reloads have ended since the start, for metrics.
+#[derive(Debug, Default)]
+pub struct ReloadCounts {
+    succeeded: AtomicU64,
+    failed: AtomicU64,
+    last_failed: AtomicBool,
+}
+
+impl ReloadCounts {
+    /// Counts a reload.
+    pub fn count(&self, success: bool) {
+        let count = if success { &self.succeeded } else { &self.failed };
+        count.fetch_add(1, Ordering::Relaxed);
+        self.last_failed.store(!success, Ordering::Relaxed);
+    }
+
+    /// How many reloads succeeded.
+    pub fn succeeded(&self) -> u64 {
+        self.succeeded.load(Ordering::Relaxed)
+    }
+
+    /// How many reloads failed.
+    pub fn failed(&self) -> u64 {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Whether what runs is what the file had when it was last read.
+    pub fn last_succeeded(&self) -> bool {
+        !self.last_failed.load(Ordering::Relaxed)
+    }
 }
 
 /// What a reload changes: keys of the file.
@@ -54,8 +88,8 @@ impl Reloader {
     ) -> Result<(Self, Reloads)> {
         let (reloads, receiver) = watch::channel(None);
         let (path, started, options) = (path.to_path_buf(), read(path)?, Box::new(options));
-        let applied = started.clone();
-        Ok((Self { path, started, applied, options, reloads }, receiver))
+        let (applied, counts) = (started.clone(), Arc::default());
+        Ok((Self { path, started, applied, options, reloads, counts }, receiver))
     }
 
     /// Reads the file again and applies what can be applied.
@@ -63,6 +97,17 @@ impl Reloader {
     /// # Errors
     /// If it cannot be read or has a problem; then nothing changes.
     pub fn reload(&mut self) -> Result<Changes> {
+        let done = self.apply();
+        self.counts.count(done.is_ok());
+        done
+    }
+
+    /// The counts of [`Self::reload`].
+    pub fn counts(&self) -> Arc<ReloadCounts> {
+        self.counts.clone()
+    }
+
+    fn apply(&mut self) -> Result<Changes> {
         let mut file = FileConfig::read(&self.path)?;
         (self.options)(&mut file);
         let (server, _) = file.check()?;
@@ -170,6 +215,8 @@ mod tests {
         assert!(error.contains("server.api_keys"), "{error}");
         write("[server\n");
         assert!(reloader.reload().is_err());
+        let counts = reloader.counts();
+        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 2, false));
         assert!(Arc::ptr_eq(&server, &reloads.borrow().clone().unwrap()));
         write("[server]\nport = 2\n");
         let changes = reloader.reload().unwrap();
@@ -177,5 +224,6 @@ mod tests {
         assert_eq!(changes.need_restart, ["server.port"]);
         write("[server]\nport = 1\n");
         assert_eq!(reloader.reload().unwrap(), Changes::default());
+        assert!(counts.last_succeeded());
     }
 }
