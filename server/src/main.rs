@@ -423,6 +423,22 @@ mod tests {
         assert_eq!(names[..everyday.len()], everyday);
     }
 
+    /// It was "invalid digit found in string".
+    #[test]
+    fn a_number_that_is_none_is_explained() {
+        for (command, range) in [
+            ("serve --port abc", "0 to 65535"),
+            ("serve --port 65536", "0 to 65535"),
+            ("verify --tokens 0", "1 to 65536"),
+        ] {
+            let error =
+                Cli::try_parse_from(arguments(&format!("steersman {command}"))).err().unwrap();
+            let expected = format!("must be a whole number from {range}");
+            assert!(error.to_string().contains(&expected), "{error}");
+        }
+        assert!(Cli::try_parse_from(arguments("steersman serve --port 0")).is_ok());
+    }
+
     #[test]
     fn every_shell_completes_every_command() {
         for shell in Shell::value_variants() {

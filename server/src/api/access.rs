@@ -287,7 +287,7 @@ impl Access {
         let Some(permits) = &gate.permits else { return Ok(None) };
         permits.clone().try_acquire_owned().map(Some).map_err(|_| {
             ApiError::busy(format!(
-                "the profile `{profile}` already has {} requests waiting or running, its limit \
+                "the profile `{profile}` has reached its limit on requests that wait or run, which is {} \
                  (profiles.{profile}.limits.requests); try again later",
                 gate.limit
             ))
