@@ -2,7 +2,8 @@
 
     python tests/monitoring.py target/debug/steersman
 
-With `promtool` on PATH, that program checks the rules, the expressions of the dashboard and the names of the metrics, too.
+With `promtool` on PATH, that program checks the rules, the expressions of the dashboard and the names of the metrics,
+too, and that the alerts with a history of mistakes fire when they should: SteersmanQueue and SteersmanStateNotSaved.
 """
 
 import json
@@ -193,6 +194,33 @@ def check_series(series):
             assert wanted <= series[name] | given, f"{name} has no {wanted - series[name] - given}: {expression}"
 
 
+def check_alert(promtool, folder, name, values, labels, time, fires):
+    """Whether an alert fires `time` after Prometheus has begun to read series with these values, one a minute."""
+    series = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    rules = yaml(folder, "alert_test.yml", {
+        "rule_files": [str(ROOT / "configs/alerts.yml")],
+        "tests": [{
+            "interval": "1m",
+            "input_series": [{"series": f"{metric}{{{series}}}", "values": text} for metric, text in values.items()],
+            # Of alerts that fire, promtool compares labels and texts, too: a count is enough.
+            "promql_expr_test": [{
+                "expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}})',
+                "eval_time": time,
+                "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+            }],
+        }],
+    })
+    tested = subprocess.run([promtool, "test", "rules", rules], capture_output=True, text=True)
+    assert tested.returncode == 0, f"{name} after {time}: {tested.stdout}{tested.stderr}"
+
+
+def yaml(folder, name, content):
+    """A file with `content`: JSON is YAML."""
+    file = Path(folder, name)
+    file.write_text(json.dumps(content))
+    return file
+
+
 def check_with_promtool(plain, folder):
     """Rules, expressions and names, as Prometheus sees them."""
     promtool = shutil.which("promtool")
@@ -201,9 +229,14 @@ def check_with_promtool(plain, folder):
     rules = {"groups": [{"name": "dashboard", "rules": [
         {"record": f"dashboard:n{number}", "expr": expression} for number, expression in enumerate(expressions())
     ]}]}
-    # JSON is YAML.
-    file = Path(folder, "dashboard.yml")
-    file.write_text(json.dumps(rules))
+    file = yaml(folder, "dashboard.yml", rules)
+    model = {"model": "m"}
+    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "9m", fires=False)
+    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "11m", fires=True)
+    # A store that was not opened has no series of its own.
+    for enabled in [0, 1]:
+        values = {"steersman_cache_disk_saving": "0x30", "steersman_cache_disk_enabled": f"{enabled}x30"}
+        check_alert(promtool, folder, "SteersmanStateNotSaved", values, model, "10m", fires=bool(enabled))
     for checked in [ROOT / "configs/alerts.yml", file]:
         subprocess.run([promtool, "check", "rules", checked], check=True, stdout=subprocess.DEVNULL)
     linted = subprocess.run([promtool, "check", "metrics"], input=plain, capture_output=True, text=True)

@@ -33,6 +33,8 @@ pub struct Info {
     pub profiles: Vec<String>,
     /// Reports the contents and the use of the prefix cache.
     pub prefixes: prefix::PrefixReporter,
+    /// Whether the configuration enables the prefix store, also if it could not be opened.
+    pub store_enabled: bool,
     /// Tokenizer and chat template.
     pub text: Text,
     /// Reports what runs.

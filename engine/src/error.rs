@@ -70,7 +70,7 @@ pub enum RequestError {
         profile: String,
     },
     /// The queue is full; the request may be repeated later.
-    #[error("{limit} requests are waiting already; try again later")]
+    #[error("the queue is full, its limit is {limit} (engine.queue); try again later")]
     QueueFull {
         /// Length of the queue.
         limit: usize,

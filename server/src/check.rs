@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::net::IpAddr;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
@@ -15,7 +15,7 @@ use steersman_engine::config::Config;
 use steersman_engine::policy::{Error, Policies, PolicyConfig, ProfilePolicies, Storage};
 use steersman_engine::request::Message;
 
-use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, Source};
+use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, Source, is_listened_on};
 use crate::hub;
 use crate::keys::{self, Keys};
 
@@ -45,7 +45,7 @@ pub fn run(
         Ok((mut file, problems_of_text)) => {
             file.policy.compiler = compiler;
             let notes = notes(&file.server, data_dir);
-            let problems = problems(file, problems_of_text, storage, out)?;
+            let problems = problems(file, problems_of_text, data_dir, storage, out)?;
             for note in notes {
                 writeln!(out, "{note}")?;
             }
@@ -87,13 +87,14 @@ fn notes(server: &ServerConfig, data_dir: Option<&Path>) -> Vec<String> {
 fn problems(
     file: FileConfig,
     mut located: Vec<Problem>,
+    data_dir: Option<&Path>,
     storage: &Storage,
     out: &mut impl Write,
 ) -> Result<Vec<Problem>> {
     let source = file.source.clone();
     // Without a problem of the text, those of its values are still to be found.
     let mut problems = if located.is_empty() { file.problems() } else { Vec::new() };
-    let (server, config) = file.split();
+    let (server, mut config) = file.split();
     for (key, model) in models(&server, &config) {
         match hub::is_here(model) {
             Ok(true) => {}
@@ -108,12 +109,54 @@ fn problems(
             Err(error) => problems.push(format!("{key}: {error:#}")),
         }
     }
+    problems.extend(problems_of_places(&server, &config, data_dir));
+    // It would be created.
+    config.policy.trace_file = PathBuf::new();
     problems.extend(problems_of_policies(&config, storage));
     problems.extend(problems_of_warm_files(&config));
     located.extend(problems.into_iter().map(|problem| source.locate(problem)));
     // Those without a line come last.
     located.sort_by_key(|problem| problem.line.unwrap_or(usize::MAX));
     Ok(located)
+}
+
+/// Where a server could not listen or write: what is only known when it tries, without trying.
+fn problems_of_places(
+    server: &ServerConfig,
+    config: &Config,
+    data_dir: Option<&Path>,
+) -> Vec<String> {
+    let mut problems = Vec::new();
+    let host = server.host.as_str();
+    // What is no name has a problem already.
+    if is_listened_on(host)
+        && let Err(error) = (host, server.port).to_socket_addrs()
+    {
+        problems.push(format!(
+            "server.host: `{host}` is a name without an address here ({error}); use 127.0.0.1 for this machine only, or \
+             0.0.0.0 for all its addresses"
+        ));
+    }
+    let file = &config.policy.trace_file;
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if file.is_dir() {
+        let file = file.display();
+        problems.push(format!("policy.trace_file: {file} is a folder; add the name of a file"));
+    } else if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        let folder = folder.display();
+        problems.push(format!(
+            "policy.trace_file: there is no folder {folder}; create it, or choose another file"
+        ));
+    }
+    // What is missing is created.
+    let data_dir = data_dir.and_then(|folder| folder.ancestors().find(|part| part.exists()));
+    if let Some(file) = data_dir.filter(|part| !part.is_dir()) {
+        let file = file.display();
+        problems.push(format!(
+            "the data folder: {file} is a file; choose a folder with --data-dir or STEERSMAN_DATA_DIR"
+        ));
+    }
+    problems
 }
 
 /// The models that the configuration names, by key.
@@ -157,8 +200,14 @@ pub fn error_of_policies(
 
 /// Policies that cannot be loaded, and their parameters that cannot be used.
 fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
-    let mut problems = Vec::new();
-    for (name, profile) in config.profile_policies() {
+    let (mut problems, profiles) = (Vec::new(), config.profile_policies());
+    // Those of `[policy]` were not found without a profile.
+    if profiles.is_empty()
+        && let Err(error) = Policies::load(&config.policy, &profiles, storage)
+    {
+        problems.push(error.to_string());
+    }
+    for (name, profile) in profiles {
         // A problem of `[policy]` concerns all profiles.
         for problem in problems_of_profile(&config.policy, &name, profile, storage) {
             if !problems.contains(&problem) {
@@ -311,6 +360,51 @@ mod tests {
         assert_eq!(printed.lines().collect::<Vec<_>>(), expected);
     }
 
+    /// A server refused what had "no problems".
+    #[test]
+    fn where_a_server_could_not_listen_or_write_is_a_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, file) = (folder.path().join("steersman.toml"), folder.path().join("file"));
+        std::fs::write(&file, "").unwrap();
+        let check = |text: &str, data_dir: &Path| {
+            std::fs::write(&path, text).unwrap();
+            let mut out = Vec::new();
+            let passed = run(&path, Some(data_dir), &Storage::in_memory(), None, &mut out).is_ok();
+            (passed, String::from_utf8(out).unwrap())
+        };
+        let traces = |name: &str| {
+            format!("[policy]\ntrace_file = '{}'\n", folder.path().join(name).display())
+        };
+        let new = folder.path().join("new").join("data");
+        // A relative one is in the working directory.
+        for good in
+            [String::new(), traces("trace.jsonl"), "[policy]\ntrace_file = 'trace.jsonl'\n".into()]
+        {
+            let (passed, printed) = check(&good, &new);
+            assert!(passed, "{good}: {printed}");
+        }
+        assert!(!folder.path().join("trace.jsonl").exists(), "nothing is written");
+        for (text, data_dir, words) in [
+            (
+                "[server]\nhost = 'http://127.0.0.1'\n".into(),
+                &new,
+                "line 2: server.host: `http://127.0.0.1` is neither",
+            ),
+            (
+                "[policy]\nfolder = 'none'\n".into(),
+                &new,
+                "line 2: policy.folder: none is not a folder",
+            ),
+            (traces("none/trace.jsonl"), &new, "line 2: policy.trace_file: there is no folder"),
+            (traces(""), &new, "line 2: policy.trace_file: "),
+            (String::new(), &file, "the data folder: "),
+            (String::new(), &file.join("data"), "the data folder: "),
+        ] {
+            let (passed, printed) = check(&text, data_dir);
+            assert!(!passed && printed.contains(words), "{text}: {printed}");
+        }
+    }
+
     #[test]
     fn an_open_server_without_keys_is_warned_of() {
         let folder = tempfile::tempdir().unwrap();
@@ -321,9 +415,12 @@ mod tests {
             run(&path, Some(folder.path()), &Storage::in_memory(), None, &mut out).unwrap();
             String::from_utf8(out).unwrap().contains("warning: server.host: a server at ")
         };
-        for open in ["host = '0.0.0.0'", "host = '::'", "host = 'model.lan'"] {
+        for open in ["host = '0.0.0.0'", "host = '::'"] {
             assert!(warns(open), "{open}");
         }
+        // A name, which need not be known where the test runs.
+        let named = ServerConfig { host: "model.lan".into(), ..ServerConfig::default() };
+        assert_eq!(notes(&named, None).len(), 1);
         for closed in
             ["", "host = '::1'", "host = 'localhost'", "host = '0.0.0.0'\napi_keys = ['a']"]
         {
@@ -347,6 +444,19 @@ mod tests {
             "line 4: profiles.p.params.rules: policy `rules`: parameter `rules`: rule 1, line 2: ";
         assert!(!passed && printed.starts_with(expected), "{printed}");
         assert_eq!(printed.lines().count(), 1, "{printed}");
+
+        // The key of a parameter for one policy has its name.
+        let profile = "[profiles.a]\npolicies = ['agent']\n[profiles.a.params]\nreasoning_budget = 'many'\n\
+                       [profiles.b]\npolicies = ['agent']\n[profiles.b.params]\nagent.reasoning_budget = 'many'\n";
+        std::fs::write(&path, profile).unwrap();
+        let (_, printed) = checked(&path);
+        let problem = "policy `agent`: parameter `reasoning_budget` cannot be `many`";
+        for expected in [
+            format!("line 4: profiles.a.params.reasoning_budget: {problem}"),
+            format!("line 8: profiles.b.params.agent.reasoning_budget: {problem}"),
+        ] {
+            assert!(printed.lines().any(|line| line.starts_with(&expected)), "{printed}");
+        }
     }
 
     /// They had neither the line of the configuration nor the file with the rules, and an unknown parameter hid them.

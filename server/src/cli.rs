@@ -1,7 +1,10 @@
 //! The command line: commands, their options, and what these name.
 
 use std::ffi::OsString;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
@@ -157,7 +160,7 @@ pub struct Serve {
     #[arg(long)]
     pub host: Option<String>,
     /// Port to listen on; 0 chooses a free one
-    #[arg(long)]
+    #[arg(long, value_parser = whole(0..=u16::MAX))]
     pub port: Option<u16>,
 }
 
@@ -249,7 +252,7 @@ pub struct Verify {
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Maximum number of tokens of each reply
-    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, default_value_t = 128, value_parser = whole(1..=65_536_u32))]
     pub tokens: u32,
 }
 
@@ -266,7 +269,7 @@ pub struct Calibrate {
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Maximum number of tokens of each reply
-    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, default_value_t = 128, value_parser = whole(1..=65_536_u32))]
     pub tokens: u32,
 }
 
@@ -367,6 +370,18 @@ pub fn configured(path: Option<&Path>) -> Result<FileConfig> {
     let mut file = path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)?;
     file.policy.compiler = this_program();
     Ok(file)
+}
+
+/// Reads whole numbers of a range. The parsers of Rust and clap say "invalid digit found in string".
+fn whole<T>(range: RangeInclusive<T>) -> impl Fn(&str) -> Result<T, String> + Clone
+where
+    T: FromStr + PartialOrd + Display + Clone,
+{
+    move |text| {
+        let number = text.parse().ok().filter(|number| range.contains(number));
+        let (least, most) = (range.start(), range.end());
+        number.ok_or_else(|| format!("it must be a whole number from {least} to {most}"))
+    }
 }
 
 fn device(text: &str) -> Result<Device, ValueError> {

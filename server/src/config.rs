@@ -29,7 +29,7 @@ use tokio::sync::watch;
 
 use self::mcp::McpConfig;
 pub use self::models::OnDemandConfig;
-pub use self::problems::out_of;
+pub use self::problems::{is_listened_on, out_of};
 use self::problems::{problems_of_engine, problems_of_keys};
 pub use self::read::{Problem, Source};
 

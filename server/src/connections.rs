@@ -73,6 +73,8 @@ struct Entry {
 
 /// One open connection; dropping it makes room for another.
 pub struct Connection {
+    /// The client's address, or that of the proxy before it.
+    pub address: IpAddr,
     id: u64,
     displaced: Arc<Notify>,
     all: Arc<Connections>,
@@ -108,7 +110,7 @@ impl Connections {
     ///
     /// The limit per address does not apply to this machine, whose users share one address.
     pub fn add(self: &Arc<Self>, address: IpAddr) -> Option<Connection> {
-        let address = network(address);
+        let (client, address) = (address, network(address));
         let mut open = self.open();
         let of_address = open.by_id.values().filter(|entry| entry.address == address).count();
         let address_full = !address.is_loopback() && of_address >= self.limit_per_address;
@@ -129,7 +131,7 @@ impl Connections {
         let entry =
             Entry { address, waits: true, since: Instant::now(), displaced: displaced.clone() };
         open.by_id.insert(id, entry);
-        Some(Connection { id, displaced, all: self.clone() })
+        Some(Connection { address: client, id, displaced, all: self.clone() })
     }
 
     /// Closes the connection that has waited longest for its client; false if none waits.

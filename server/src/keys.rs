@@ -4,7 +4,7 @@
 //! slow hash is needed. A revoked key stays listed, and what it opened stays closed: revoking the last key opens a
 //! server to nobody. Keys in the configuration are separate.
 
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,9 @@ use crate::words::suggestion;
 
 /// Name of the file in the data folder.
 pub const FILE: &str = "keys.json";
+
+/// Name of the file beside it that a command locks while it changes keys.
+const LOCK: &str = "keys.lock";
 
 /// Most bytes of the file: some 60,000 keys.
 const FILE_BYTES: u64 = 16 << 20;
@@ -158,13 +161,21 @@ impl Keys {
 pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Write) -> Result<()> {
     let path = data_dir.join(FILE);
     // Two commands at the same time would lose the key of one.
-    let lock = File::create(data_dir.join("keys.lock")).context("creating keys.lock")?;
-    lock.lock().context("locking keys.lock")?;
+    let lock_path = data_dir.join(LOCK);
+    let lock = steersman_files::open_lock(&lock_path)
+        .with_context(|| format!("opening {}", lock_path.display()))?;
+    lock.lock().with_context(|| format!("locking {}", lock_path.display()))?;
     let mut keys = Keys::read(&path)?;
     match task {
         Task::Create(options) => {
+            let closed = options.closes(&keys);
             let key = options.create(&mut keys, profiles)?;
             keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
+            if let Some(closed) = closed {
+                tracing::warn!(
+                    "this is the first key of {closed}: from now on, requests without a key are refused there"
+                );
+            }
             writeln!(out, "{key}")?;
         }
         Task::List => list(&keys, out)?,
@@ -187,6 +198,19 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
 }
 
 impl Create {
+    /// What the key closes to requests without a key, as the first of its kind in `keys`.
+    fn closes(&self, keys: &Keys) -> Option<String> {
+        match &self.profile {
+            _ if self.operator => None,
+            None => (!keys.has_client_key()).then(|| "this server".into()),
+            Some(name) => {
+                let opens = Opens::Profile(name.clone());
+                let is_first = keys.keys.iter().all(|key| key.opens != opens);
+                is_first.then(|| format!("the profile `{name}`"))
+            }
+        }
+    }
+
     /// Adds a key to `keys`, and returns it.
     fn create(&self, keys: &mut Keys, profiles: &[String]) -> Result<String> {
         let Self { name, profile, operator } = self;
@@ -267,21 +291,26 @@ pub struct KeyFile {
     last: Mutex<(Option<Stamp>, Keys)>,
 }
 
-/// What changes when a file is replaced.
+/// What changes when a file is replaced, or becomes readable.
 #[derive(Debug, PartialEq)]
 struct Stamp {
     modified: Option<std::time::SystemTime>,
     bytes: u64,
     inode: u64,
+    /// Seconds and nanoseconds of the last change of owner, permissions or content.
+    changed: (i64, i64),
 }
 
 impl Stamp {
     fn of(metadata: &Metadata) -> Self {
         #[cfg(unix)]
-        let inode = std::os::unix::fs::MetadataExt::ino(metadata);
+        let (inode, changed) = {
+            use std::os::unix::fs::MetadataExt;
+            (metadata.ino(), (metadata.ctime(), metadata.ctime_nsec()))
+        };
         #[cfg(not(unix))]
-        let inode = 0;
-        Self { modified: metadata.modified().ok(), bytes: metadata.len(), inode }
+        let (inode, changed) = (0, (0, 0));
+        Self { modified: metadata.modified().ok(), bytes: metadata.len(), inode, changed }
     }
 }
 
@@ -302,8 +331,8 @@ impl KeyFile {
         self.last.lock().1.clone()
     }
 
-    /// The keys, if the file has changed since they were last read. Without the file or with a damaged one, all keys
-    /// are revoked.
+    /// The keys, if the file has changed since they were last read. Without the file, or with one that is damaged or
+    /// cannot be read, all keys are revoked.
     pub fn changed(&self) -> Option<Keys> {
         let stamp = stamp(&self.path);
         let mut last = self.last.lock();
@@ -321,10 +350,13 @@ impl KeyFile {
                 last.1.revoked()
             }
             Err(error) => {
-                tracing::error!(
-                    error = format!("{error:#}"),
-                    "file of keys is damaged; refusing its keys"
-                );
+                let text = format!("{error:#}");
+                // A file that can be read and is wrong has no error of the system.
+                if error.downcast_ref::<std::io::Error>().is_some() {
+                    tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
+                } else {
+                    tracing::error!(error = text, "file of keys is damaged; refusing its keys");
+                }
                 last.1.revoked()
             }
         };

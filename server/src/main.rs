@@ -137,6 +137,7 @@ fn serve(options: Serve) -> Result<()> {
         keys: Some(Arc::new(keys::KeyFile::open(&data_dir)?)),
         responses: Some(data_dir.join("responses")),
         reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
+        reload_counts: reloader.as_ref().map(|(reloader, _)| reloader.counts()).unwrap_or_default(),
         ..Wiring::default()
     };
 
@@ -420,6 +421,22 @@ mod tests {
         let everyday = ["serve", "run", "chat", "pull", "list", "show", "rm"];
         let names: Vec<_> = cli.get_subcommands().map(clap::Command::get_name).collect();
         assert_eq!(names[..everyday.len()], everyday);
+    }
+
+    /// It was "invalid digit found in string".
+    #[test]
+    fn a_number_that_is_none_is_explained() {
+        for (command, range) in [
+            ("serve --port abc", "0 to 65535"),
+            ("serve --port 65536", "0 to 65535"),
+            ("verify --tokens 0", "1 to 65536"),
+        ] {
+            let error =
+                Cli::try_parse_from(arguments(&format!("steersman {command}"))).err().unwrap();
+            let expected = format!("must be a whole number from {range}");
+            assert!(error.to_string().contains(&expected), "{error}");
+        }
+        assert!(Cli::try_parse_from(arguments("steersman serve --port 0")).is_ok());
     }
 
     #[test]

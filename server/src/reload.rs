@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
 use tokio::sync::watch;
@@ -25,11 +26,46 @@ const LIVE: [&str; 6] = [
 /// The configuration file of a running server.
 pub struct Reloader {
     path: PathBuf,
-    /// What the file had when it was read last without an error.
-    active: Table,
+    /// What the file had when the server started: what runs of the keys that need a restart.
+    started: Table,
+    /// What it had when it was last read without an error: what runs of the live keys.
+    applied: Table,
     /// Applies the options of the command line.
     options: Box<dyn Fn(&mut FileConfig) + Send>,
     reloads: watch::Sender<Option<Arc<ServerConfig>>>,
+    counts: Arc<ReloadCounts>,
+}
+
+/// How reloads have ended since the start, for metrics.
+#[derive(Debug, Default)]
+pub struct ReloadCounts {
+    succeeded: AtomicU64,
+    failed: AtomicU64,
+    last_failed: AtomicBool,
+}
+
+impl ReloadCounts {
+    /// Counts a reload.
+    pub fn count(&self, success: bool) {
+        let count = if success { &self.succeeded } else { &self.failed };
+        count.fetch_add(1, Ordering::Relaxed);
+        self.last_failed.store(!success, Ordering::Relaxed);
+    }
+
+    /// How many reloads succeeded.
+    pub fn succeeded(&self) -> u64 {
+        self.succeeded.load(Ordering::Relaxed)
+    }
+
+    /// How many reloads failed.
+    pub fn failed(&self) -> u64 {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Whether what runs is what the file had when it was last read.
+    pub fn last_succeeded(&self) -> bool {
+        !self.last_failed.load(Ordering::Relaxed)
+    }
 }
 
 /// What a reload changes: keys of the file.
@@ -37,7 +73,7 @@ pub struct Reloader {
 pub struct Changes {
     /// Those that have taken effect.
     pub applied: Vec<String>,
-    /// Those that take effect after a restart.
+    /// Those that differ from what runs until a restart, also if an earlier reload named them.
     pub need_restart: Vec<String>,
 }
 
@@ -51,8 +87,9 @@ impl Reloader {
         options: impl Fn(&mut FileConfig) + Send + 'static,
     ) -> Result<(Self, Reloads)> {
         let (reloads, receiver) = watch::channel(None);
-        let (path, active, options) = (path.to_path_buf(), read(path)?, Box::new(options));
-        Ok((Self { path, active, options, reloads }, receiver))
+        let (path, started, options) = (path.to_path_buf(), read(path)?, Box::new(options));
+        let (applied, counts) = (started.clone(), Arc::default());
+        Ok((Self { path, started, applied, options, reloads, counts }, receiver))
     }
 
     /// Reads the file again and applies what can be applied.
@@ -60,14 +97,26 @@ impl Reloader {
     /// # Errors
     /// If it cannot be read or has a problem; then nothing changes.
     pub fn reload(&mut self) -> Result<Changes> {
+        let done = self.apply();
+        self.counts.count(done.is_ok());
+        done
+    }
+
+    /// The counts of [`Self::reload`].
+    pub fn counts(&self) -> Arc<ReloadCounts> {
+        self.counts.clone()
+    }
+
+    fn apply(&mut self) -> Result<Changes> {
         let mut file = FileConfig::read(&self.path)?;
         (self.options)(&mut file);
         let (server, _) = file.check()?;
         let new = read(&self.path)?;
-        let changes = changes(&self.active, &new);
+        let (applied, _) = changed(&self.applied, &new);
+        let (_, need_restart) = changed(&self.started, &new);
         self.reloads.send_replace(Some(Arc::new(server)));
-        self.active = new;
-        Ok(changes)
+        self.applied = new;
+        Ok(Changes { applied, need_restart })
     }
 
     /// Reloads at each of `hangups`, for ever.
@@ -98,8 +147,8 @@ fn read(path: &Path) -> Result<Table> {
     text.parse().with_context(|| format!("in the configuration {}", path.display()))
 }
 
-/// The keys whose values differ, by whether they take effect at once.
-fn changes(old: &Table, new: &Table) -> Changes {
+/// The keys whose values differ: those that are live, and those that need a restart.
+fn changed(old: &Table, new: &Table) -> (Vec<String>, Vec<String>) {
     let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
     flatten("", old, &mut before);
     flatten("", new, &mut after);
@@ -107,8 +156,7 @@ fn changes(old: &Table, new: &Table) -> Changes {
     keys.sort();
     keys.dedup();
     let changed = keys.into_iter().filter(|key| before.get(*key) != after.get(*key));
-    let (applied, need_restart) = changed.cloned().partition(|key| is_live(key));
-    Changes { applied, need_restart }
+    changed.cloned().partition(|key| is_live(key))
 }
 
 /// Values by their whole key.
@@ -154,6 +202,10 @@ mod tests {
             ["aliases.gpt.4", "profiles.p.limits.requests", "server.admin_keys", "server.api_keys"];
         assert_eq!(changes.applied, applied);
         assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens", "server.port"]);
+        // What needs a restart is compared with what runs: it was named once, and a file with the old value again was
+        // said to need a restart.
+        let again = reloader.reload().unwrap();
+        assert_eq!((again.applied.len(), again.need_restart), (0, changes.need_restart));
         let server = reloads.borrow().clone().unwrap();
         assert_eq!((server.api_keys.len(), server.profiles["p"].requests), (1, 2));
 
@@ -163,10 +215,15 @@ mod tests {
         assert!(error.contains("server.api_keys"), "{error}");
         write("[server\n");
         assert!(reloader.reload().is_err());
+        let counts = reloader.counts();
+        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 2, false));
         assert!(Arc::ptr_eq(&server, &reloads.borrow().clone().unwrap()));
         write("[server]\nport = 2\n");
         let changes = reloader.reload().unwrap();
         assert!(changes.applied.contains(&"server.api_keys".into()), "{changes:?}");
-        assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens"]);
+        assert_eq!(changes.need_restart, ["server.port"]);
+        write("[server]\nport = 1\n");
+        assert_eq!(reloader.reload().unwrap(), Changes::default());
+        assert!(counts.last_succeeded());
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow};
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::Request;
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use hyper::body::{Frame, Incoming, SizeHint};
@@ -30,7 +30,8 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
 
-use crate::api::error::ApiError;
+use crate::api::error::{ApiError, Dialect};
+use crate::api::request_id::{self, REQUEST_ID};
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
@@ -76,15 +77,30 @@ pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
 pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
     Router::new().fallback(async move |request: Request| match app.get() {
         Some(app) => app.clone().oneshot(request).await.into_response(),
-        None if request.uri().path() == "/health" => {
-            let body = Json(loading());
-            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
-        }
         None => match console_file(&request) {
-            Some(file) => file,
-            None => ApiError::loading().into_response(),
+            Some(file) => with_id(file, request_id::of(request.headers())),
+            None => answer_without_app(&request, loading(), ApiError::loading()),
         },
     })
+}
+
+/// The answer while no app does: 503, with `health` for `/health` and `error` for all else.
+fn answer_without_app<B>(request: &Request<B>, health: Value, error: ApiError) -> Response {
+    let (path, headers) = (request.uri().path(), request.headers());
+    let id = request_id::of(headers);
+    let response = if path == "/health" {
+        (StatusCode::SERVICE_UNAVAILABLE, Json(health)).into_response()
+    } else {
+        let request_id = id.to_str().unwrap_or_default().to_string();
+        ApiError { request_id, ..error }.respond(Dialect::of(path, headers))
+    };
+    with_id(response, id)
+}
+
+/// `response` with the id of its request.
+fn with_id(mut response: Response, id: HeaderValue) -> Response {
+    response.headers_mut().insert(REQUEST_ID, id);
+    response
 }
 
 /// The console shows how far loading is.
@@ -168,13 +184,8 @@ pub async fn run(
 /// `/health`.
 async fn refuse_while_draining(stream: TcpStream, connection: Connection, idle_timeout: Duration) {
     let service = service_fn(async |request: hyper::Request<Incoming>| {
-        let response = if request.uri().path() == "/health" {
-            let body = Json(json!({"status": "draining"}));
-            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
-        } else {
-            ApiError::stopping().into_response()
-        };
-        Ok::<_, Infallible>(response)
+        let health = json!({"status": "draining"});
+        Ok::<_, Infallible>(answer_without_app(&request, health, ApiError::stopping()))
     });
     let http = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -225,19 +236,29 @@ async fn accept(
 
 /// Sends a 503 if that is possible at once.
 fn refuse(stream: &TcpStream) {
-    let error = ApiError::too_many_connections();
-    let _ = stream.try_write(&plain_response("503 Service Unavailable", &error));
+    let _ = stream.try_write(&plain_response(ApiError::too_many_connections()));
 }
 
 /// A response for a connection that hyper does not serve.
-fn plain_response(status: &str, error: &ApiError) -> Vec<u8> {
+fn plain_response(error: ApiError) -> Vec<u8> {
+    let id = request_id::random_hex();
+    let error = ApiError { request_id: id.clone(), ..error };
     let json = serde_json::to_string(&error.openai()).expect("an error has string keys only");
-    let length = json.len();
-    format!(
-        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
-         connection: close\r\n\r\n{json}"
+    let (status, length) = (error.status, json.len());
+    let mut response = format!(
+        "HTTP/1.1 {status}\r\ncontent-length: {length}\r\nconnection: close\r\n{REQUEST_ID}: {id}\r\n"
     )
-    .into_bytes()
+    .into_bytes();
+    for (name, value) in error.respond(Dialect::OpenAi).headers() {
+        if name != header::CONTENT_LENGTH {
+            for part in [name.as_str().as_bytes(), &b": "[..], value.as_bytes(), &b"\r\n"[..]] {
+                response.extend_from_slice(part);
+            }
+        }
+    }
+    response.extend_from_slice(b"\r\n");
+    response.extend_from_slice(json.as_bytes());
+    response
 }
 
 /// What a connection needs to be served.
@@ -268,8 +289,7 @@ impl Client {
             () = stopping.reaches(Stage::Finishing) => return,
         };
         if first == HTTP_2 {
-            let error = ApiError::not_http_1();
-            let response = plain_response("505 HTTP Version Not Supported", &error);
+            let response = plain_response(ApiError::not_http_1());
             // The client may have closed the connection.
             let _ = stream.write_all(&response).await;
             let _ = stream.shutdown().await;

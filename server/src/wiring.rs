@@ -8,6 +8,7 @@ use steersman_models::hub::Hub;
 use crate::config::Reloads;
 use crate::keys::KeyFile;
 use crate::link::Link;
+use crate::reload::ReloadCounts;
 
 /// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
 #[derive(Debug, Clone, Default)]
@@ -20,6 +21,8 @@ pub struct Wiring {
     pub responses: Option<PathBuf>,
     /// Tells of changes of the configuration.
     pub reloads: Option<Reloads>,
+    /// How reloads of the configuration have ended.
+    pub reload_counts: Arc<ReloadCounts>,
     /// Where models are downloaded from, if not from the hub that the environment names.
     pub hub: Option<Hub>,
 }

@@ -19,5 +19,6 @@ pub use self::json::json;
 pub use self::name::{FileName, FilePath, NameError};
 pub use self::read::{open, read, read_text};
 pub use self::replace::{
-    Replacement, create_private_folder, remove, replace, replace_losable, replace_private,
+    Replacement, create_private_folder, open_lock, remove, replace, replace_losable,
+    replace_private,
 };

@@ -15,8 +15,11 @@
 //!
 //! Files that grow (logs, traces, downloads, databases) are not replaced and have durability of
 //! their own.
+//!
+//! A file that root writes keeps the owner of the old one, and a new one has that of its folder: root
+//! looks after the data folder of a service, whose user must read what root wrote there.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -83,6 +86,8 @@ impl Replacement {
         // A link remains: its target is replaced.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let file = builder.tempfile_in(folder_of(&path))?;
+        let old = fs::metadata(&path).or_else(|_| fs::metadata(folder_of(&path)))?;
+        keep_owner(file.as_file(), &old)?;
         Ok(Self { file, path })
     }
 
@@ -112,6 +117,54 @@ impl Write for Replacement {
     }
 }
 
+/// Opens the file at `path` for locking. If it is new, only its owner can access it; what it has stays.
+///
+/// # Errors
+/// When it cannot be opened or created.
+pub fn open_lock(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    options.write(true);
+    #[cfg(unix)]
+    {
+        use rustix::fs::OFlags;
+        use std::os::unix::fs::OpenOptionsExt;
+        // Root may open a file in the folder of another user, who must not choose by a link which one that is, nor
+        // make it wait for the other end of a pipe.
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        options.mode(0o600).custom_flags(flags.bits().cast_signed());
+    }
+    match options.clone().create_new(true).open(path) {
+        Ok(file) => {
+            keep_owner(&file, &fs::metadata(folder_of(path))?)?;
+            Ok(file)
+        }
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => options.open(path),
+        Err(error) => Err(error),
+    }
+}
+
+/// Gives a file that root has just created the owner of `old`: the file before it, or its folder.
+#[cfg(unix)]
+fn keep_owner(file: &File, old: &fs::Metadata) -> io::Result<()> {
+    use std::os::unix::fs::{MetadataExt, fchown};
+    let created = file.metadata()?;
+    // No other user may give files away.
+    if created.uid() != 0 {
+        return Ok(());
+    }
+    if (old.uid(), old.gid()) != (created.uid(), created.gid()) {
+        // Root in a container may lack the right, or the owner be none that the container knows.
+        let _ = fchown(file, Some(old.uid()), Some(old.gid()));
+    }
+    Ok(())
+}
+
+/// Elsewhere there is no such owner.
+#[cfg(not(unix))]
+fn keep_owner(_: &File, _: &fs::Metadata) -> io::Result<()> {
+    Ok(())
+}
+
 /// The folder of a file; the working directory for a bare name.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -120,7 +173,7 @@ fn folder_of(path: &Path) -> &Path {
 /// Waits until the names in `folder` are on disk.
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> io::Result<()> {
-    match fs::File::open(folder).and_then(|folder| folder.sync_all()) {
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
         // Some file systems, most of them of networks, cannot sync a folder; it may also be one
         // that may be written and not read. The file is in place.
         Err(error)
@@ -196,5 +249,52 @@ mod tests {
             write(&path, b"text").unwrap();
             assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
         }
+    }
+
+    /// `steersman keys create` as root replaced the keys of a service's user by a file of root, which the running
+    /// server could not read: it refused all keys.
+    #[cfg(unix)]
+    #[test]
+    fn what_root_writes_belongs_to_the_owner_of_the_old_file_or_of_the_folder() {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+        let folder = tempfile::tempdir().unwrap();
+        if chown(folder.path(), Some(65534), Some(65533)).is_err() {
+            // Only root may give files away.
+            return;
+        }
+        let owner = |path: &Path| {
+            let metadata = fs::metadata(path).unwrap();
+            (metadata.uid(), metadata.gid(), metadata.permissions().mode() & 0o777)
+        };
+        let path = folder.path().join("keys.json");
+        for write in [replace_private as fn(&Path, &[u8]) -> _, replace_losable, replace] {
+            write(&path, b"new").unwrap();
+            assert_eq!(owner(&path), (65534, 65533, 0o600));
+            chown(&path, Some(65532), Some(65531)).unwrap();
+            write(&path, b"old").unwrap();
+            assert_eq!(owner(&path), (65532, 65531, 0o600));
+            fs::remove_file(&path).unwrap();
+            // `replace` alone keeps a mode instead of setting it.
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+            chown(&path, Some(65534), Some(65533)).unwrap();
+        }
+        let path = folder.path().join("keys.lock");
+        for _ in 0..2 {
+            open_lock(&path).unwrap();
+            assert_eq!(owner(&path), (65534, 65533, 0o600));
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_lock_is_opened_through_no_link_and_keeps_what_it_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("lock"), folder.path().join("link"));
+        fs::write(&path, "kept").unwrap();
+        open_lock(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(open_lock(&link).is_err());
     }
 }

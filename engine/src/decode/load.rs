@@ -119,6 +119,7 @@ pub fn load(
         profiles: config.profiles.keys().cloned().collect(),
         fingerprint: hex::encode(&fingerprint[..6]),
         prefixes: prefixes.reporter(),
+        store_enabled: config.store.enabled,
         text: text.clone(),
         activity: activity.clone(),
         loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),

@@ -265,8 +265,8 @@ impl Access {
     }
 
     /// Waits before the answer to a wrong key.
-    pub async fn pause(&self) {
-        self.failures.pause().await;
+    pub async fn pause(&self, guess: &Guess) {
+        self.failures.pause(guess).await;
     }
 
     /// Whether there are operators.
@@ -309,7 +309,7 @@ impl Access {
         let Some(permits) = &gate.permits else { return Ok(None) };
         permits.clone().try_acquire_owned().map(Some).map_err(|_| {
             ApiError::busy(format!(
-                "the profile `{profile}` already has {} requests waiting or running, its limit \
+                "the profile `{profile}` has reached its limit on requests that wait or run, which is {} \
                  (profiles.{profile}.limits.requests); try again later",
                 gate.limit
             ))
@@ -458,6 +458,16 @@ fn list(models: &Models) -> String {
     names.join(", ")
 }
 
+/// A request with a wrong key, for the log.
+pub struct Guess {
+    /// Id of the HTTP request.
+    pub request_id: String,
+    /// The route that was asked for.
+    pub route: Option<String>,
+    /// Where the connection comes from.
+    pub address: Option<String>,
+}
+
 /// The pace of answers to wrong keys.
 #[derive(Default)]
 struct Failures {
@@ -468,9 +478,10 @@ struct Failures {
 
 impl Failures {
     /// Waits for [`FAILURE_INTERVAL`], after the answers to earlier failures.
-    async fn pause(&self) {
+    async fn pause(&self, guess: &Guess) {
         if let Some(suppressed) = self.log.pass() {
-            tracing::warn!(suppressed, "request refused: wrong key");
+            let Guess { request_id, route, address } = guess;
+            tracing::warn!(request_id, route, address, suppressed, "request refused: wrong key");
         }
         let end = {
             let mut last = self.last.lock();

@@ -22,6 +22,7 @@ use super::response_store::ResponseStore;
 use crate::config::{ProfileAccess, Reloads, ServerConfig};
 use crate::mcp::Mcp;
 use crate::models::Models;
+use crate::reload::ReloadCounts;
 use crate::throttle::Throttle;
 use crate::wiring::Wiring;
 
@@ -58,6 +59,8 @@ pub struct App {
     pub(super) pulls: Arc<Pulls>,
     /// Where models are downloaded from, if not what the environment says.
     pub(super) hub: Option<Hub>,
+    /// How reloads of the configuration have ended, for metrics.
+    pub(super) reload_counts: Arc<ReloadCounts>,
     pub(super) body_limit_bytes: usize,
     pub(super) request_timeout: Duration,
 }
@@ -68,7 +71,7 @@ impl App {
     /// # Panics
     /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
     pub fn new(models: Models, config: &ServerConfig, wiring: Wiring) -> Arc<Self> {
-        let Wiring { keys, link, responses, reloads, hub } = wiring;
+        let Wiring { keys, link, responses, reloads, reload_counts, hub } = wiring;
         let lifetime = Duration::from_secs(config.responses_days * 86_400);
         let folder = responses.as_ref().filter(|_| config.responses_bytes > 0);
         let store = folder
@@ -89,6 +92,7 @@ impl App {
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
             hub,
+            reload_counts,
             body_limit_bytes: config.body_limit_bytes,
             request_timeout: Duration::from_secs(config.request_timeout_s),
         });

@@ -17,11 +17,18 @@ pub use self::body::{AnthropicError, Dialect, ErrorBody, OllamaError, OpenAiErro
 use crate::models::Refusal;
 use crate::words::suggestion;
 
-/// `Retry-After` of a 429 and of a 503 for lack of room, in seconds.
+/// `Retry-After` of a 429 and of the errors in [`PASSING`], in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
 
 /// `code` of errors for lack of room.
 const NO_ROOM: &str = "server_busy";
+
+/// `code` of errors while the models are loaded, and while the server stops.
+const LOADING: &str = "server_loading";
+const STOPPING: &str = "server_stopping";
+
+/// `code` of errors with status 503 that pass without a change by anyone.
+const PASSING: [&str; 3] = [NO_ROOM, LOADING, STOPPING];
 
 /// `code` of errors about prompts that do not fit.
 const TOO_LONG: &str = "context_length_exceeded";
@@ -207,7 +214,7 @@ impl ApiError {
     pub fn loading() -> Self {
         let message = "the server is loading its models; repeat the request later";
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        Self::new(status, "server_error", "server_loading", "", message)
+        Self::new(status, "server_error", LOADING, "", message)
     }
 
     /// A model that is served, but whose files are not here.
@@ -236,7 +243,7 @@ impl ApiError {
     pub fn stopping() -> Self {
         let message = "the server is stopping; repeat the request when it runs again";
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        Self::new(status, "server_error", "server_stopping", "", message)
+        Self::new(status, "server_error", STOPPING, "", message)
     }
 
     /// A request is being prepared for so long that others may wait behind it for ever.
@@ -417,7 +424,7 @@ impl ApiError {
     pub fn respond(&self, dialect: Dialect) -> Response {
         let mut response = (self.status, Json(self.body(dialect))).into_response();
         let headers = response.headers_mut();
-        if self.status == StatusCode::TOO_MANY_REQUESTS || self.code == NO_ROOM {
+        if self.status == StatusCode::TOO_MANY_REQUESTS || PASSING.contains(&self.code) {
             headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
         }
         if self.status == StatusCode::UNAUTHORIZED {

@@ -173,7 +173,8 @@ pub async fn scrape(
     connection: Option<Extension<Arc<Connection>>>,
 ) -> impl IntoResponse {
     let connections = connection.as_ref().map(|connection| connection.all());
-    let text = metrics::text(&app.metrics, &app.models, app.responses.as_deref(), connections);
+    let responses = app.responses.as_deref();
+    let text = metrics::text(&app.metrics, &app.models, responses, connections, &app.reload_counts);
     let accepted = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
     let is_plain = accepted
         .is_some_and(|types| types.contains("text/plain") && !types.contains("openmetrics"));

@@ -18,6 +18,9 @@ use crate::models::Lease;
 /// Most bytes of notes in the line of a request.
 const NOTES_BYTES: usize = 512;
 
+/// Status in the log of a request whose client has disconnected, which gets none: that of nginx and others.
+const CANCELLED: u16 = 499;
+
 /// A running request. Dropping it before it ends logs and counts it as cancelled by the client.
 pub struct RequestLog {
     /// Id of the reply and of the engine's request.
@@ -190,6 +193,9 @@ impl RequestLog {
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
         let error: ApiError = error.into();
+        // Until its prompt has started, it has no tokens.
+        let progress = self.queued.map(|_| self.tracked.progress());
+        let progress = progress.as_ref();
         self.tracked.failed(self.elapsed_ms(), error.status.as_u16(), error.code);
         self.traced.failed(error.status.as_u16(), error.code);
         self.count(self.metrics.failed(error.status), self.started.elapsed());
@@ -199,6 +205,10 @@ impl RequestLog {
                 status = error.status.as_u16(),
                 code = error.code,
                 param = error.param,
+                prompt_tokens = progress.map(|progress| progress.prompt_tokens),
+                completion_tokens = progress.map(|progress| progress.reply_tokens),
+                queue_ms = self.queued.map(milliseconds),
+                first_token_ms = self.first_piece.map(milliseconds),
                 total_ms = self.elapsed_ms(),
                 "request failed"
             );
@@ -238,10 +248,12 @@ impl Drop for RequestLog {
         self.tracked.cancelled(self.elapsed_ms());
         self.traced.log(|| {
             info!(
+                status = CANCELLED,
                 phase = progress.phase,
                 prompt_tokens = progress.prompt_tokens,
                 prefilled_tokens = progress.prefilled_tokens,
                 completion_tokens = progress.reply_tokens,
+                queue_ms = self.queued.map(milliseconds),
                 first_token_ms = self.first_piece.map(milliseconds),
                 total_ms = self.elapsed_ms(),
                 "request cancelled by the client"

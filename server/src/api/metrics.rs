@@ -30,6 +30,7 @@ pub use self::replies::ReplyMetrics;
 use super::response_store::ResponseStore;
 use crate::connections::{Connections, Counts};
 use crate::models::Models;
+use crate::reload::ReloadCounts;
 
 /// OpenMetrics 1.0, which Prometheus also reads.
 pub const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -42,6 +43,9 @@ type Outcome = [(&'static str, &'static str); 1];
 
 /// The label `reason`.
 type Reason = [(&'static str, &'static str); 1];
+
+/// The label `result`.
+type ReloadResult = [(&'static str, &'static str); 1];
 
 /// The label `model`.
 type Model = [(&'static str, String); 1];
@@ -158,12 +162,14 @@ pub fn text(
     models: &Models,
     responses: Option<&ResponseStore>,
     connections: Option<&Connections>,
+    reloads: &ReloadCounts,
 ) -> String {
     let mut all = Registry::default();
     register_process(all.sub_registry_with_prefix("process"));
     let registry = all.sub_registry_with_prefix("steersman");
     register_build(registry, models);
     metrics.register(registry);
+    register_reloads(registry, reloads);
     if let Some(connections) = connections {
         register_connections(registry, connections);
     }
@@ -178,6 +184,19 @@ pub fn text(
     let mut text = String::new();
     encode(&mut text, &all).expect("a string takes any text");
     text
+}
+
+/// Registers how reloads have ended. Prometheus has such a gauge of itself: `prometheus_config_last_reload_successful`.
+fn register_reloads(registry: &mut Registry, counts: &ReloadCounts) {
+    let reloads = Family::<ReloadResult, Counter>::default();
+    for (result, count) in [("success", counts.succeeded()), ("failure", counts.failed())] {
+        reloads.get_or_create(&[("result", result)]).inc_by(count);
+    }
+    register(registry, "config_reloads", "Reloads of the configuration by their result", reloads);
+    let gauge = Gauge::<u64, AtomicU64>::default();
+    gauge.set(counts.last_succeeded().into());
+    let help = "1 unless the last reload of the configuration failed, then 0";
+    register(registry, "config_last_reload_successful", help, gauge);
 }
 
 fn register_connections(registry: &mut Registry, connections: &Connections) {

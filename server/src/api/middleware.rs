@@ -3,15 +3,15 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Request, State};
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::access::{API_KEY, Caller};
+use super::access::{API_KEY, Caller, Guess};
 use super::app::App;
 use super::error::{ApiError, Dialect};
-use super::request_id::REQUEST_ID;
+use super::request_id;
 use crate::connections::Connection;
 
 /// Bytes of an error in plain text that are kept when it becomes JSON.
@@ -26,6 +26,11 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
     let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));
+    let guess = may_guess.then(|| Guess {
+        request_id: request_id::text(request.headers()).into(),
+        route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().into()),
+        address: connection.as_ref().map(|connection| connection.address.to_string()),
+    });
     let response = match caller {
         Some(caller) => {
             request.extensions_mut().insert(caller);
@@ -36,10 +41,11 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
             ApiError::unauthorized().into_response()
         }
     };
-    if may_guess && [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status()) {
+    let is_refused = [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status());
+    if let Some(guess) = guess.filter(|_| is_refused) {
         // Others need not wait for a connection that only waits.
         connection.inspect(|connection| connection.waits());
-        app.access.pause().await;
+        app.access.pause(&guess).await;
     }
     response
 }
@@ -52,7 +58,10 @@ pub async fn check_origin(State(app): State<Arc<App>>, request: Request, next: N
             app.metrics.refused(error.code);
             if let Some(suppressed) = app.refusals.pass() {
                 let (code, reason) = (error.code, &error.message);
-                tracing::warn!(code, reason, suppressed, "request refused");
+                let request_id = request_id::text(request.headers());
+                let connection = request.extensions().get::<Arc<Connection>>();
+                let address = connection.map(|connection| connection.address.to_string());
+                tracing::warn!(request_id, address, code, reason, suppressed, "request refused");
             }
             error.into_response()
         }
@@ -63,8 +72,7 @@ pub async fn check_origin(State(app): State<Arc<App>>, request: Request, next: N
 /// path or a query that cannot be read.
 pub async fn errors(request: Request, next: Next) -> Response {
     let dialect = Dialect::of(request.uri().path(), request.headers());
-    let id = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
-    let id = id.unwrap_or_default().to_string();
+    let id = request_id::text(request.headers()).to_string();
     let mut response = next.run(request).await;
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
         let rendered = ApiError { request_id: id, ..error }.respond(dialect);

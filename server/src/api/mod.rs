@@ -39,7 +39,7 @@ mod query;
 mod register;
 mod remove;
 mod reply;
-mod request_id;
+pub(crate) mod request_id;
 mod requests;
 mod rerank;
 mod respond;

@@ -8,10 +8,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
+use std::{fmt, io};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -78,8 +78,9 @@ impl ResponseStore {
     ///
     /// # Errors
     /// If it cannot be written, or alone takes more than the limit. The failure is logged and counted.
-    pub fn put(&self, id: &str, stored: &Stored) -> io::Result<()> {
-        let put = FileName::new(id).map_err(io::Error::other).and_then(|id| {
+    pub fn put(&self, id: &str, stored: &Stored) -> Result<(), NotStored> {
+        let name = FileName::new(id).map_err(|error| NotStored::File(io::Error::other(error)));
+        let put = name.and_then(|id| {
             let bytes = self.write(&id, stored)?;
             self.files.lock().insert((SystemTime::now(), id, bytes));
             Ok(())
@@ -87,7 +88,8 @@ impl ResponseStore {
         self.evict();
         if let Err(error) = &put {
             self.failures.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(id, %error, "response not stored");
+            let (path, error) = (self.folder.display(), error.details());
+            tracing::warn!(id, %path, error, "response not stored");
         }
         put
     }
@@ -122,16 +124,15 @@ impl ResponseStore {
         fs::remove_file(self.path(&id)).is_ok()
     }
 
-    fn write(&self, id: &FileName, stored: &Stored) -> io::Result<u64> {
-        let bytes = serde_json::to_vec(stored)?;
-        if bytes.len() as u64 > self.limit_bytes {
-            let (bytes, limit) = (bytes.len(), self.limit_bytes);
-            let problem = format!("it has {bytes} bytes, server.responses_bytes is {limit}");
-            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, problem));
+    fn write(&self, id: &FileName, stored: &Stored) -> Result<u64, NotStored> {
+        let json = serde_json::to_vec(stored).map_err(|error| NotStored::File(error.into()))?;
+        let (bytes, limit) = (json.len() as u64, self.limit_bytes);
+        if bytes > limit {
+            return Err(NotStored::TooLarge { bytes, limit });
         }
         // The disk would keep a worker waiting for each response.
-        steersman_files::replace_losable(&self.path(id), &bytes)?;
-        Ok(bytes.len() as u64)
+        steersman_files::replace_losable(&self.path(id), &json).map_err(NotStored::File)?;
+        Ok(bytes)
     }
 
     /// The time of the system's clock, but no later than when it has moved as this process has run.
@@ -178,6 +179,37 @@ impl ResponseStore {
 
     fn path(&self, id: &FileName) -> PathBuf {
         self.folder.join(format!("{id}.json"))
+    }
+}
+
+/// Why a response was not stored. Its text is for clients, and so names no file.
+#[derive(Debug)]
+pub enum NotStored {
+    /// It is larger than all responses may be together.
+    TooLarge { bytes: u64, limit: u64 },
+    /// Its file could not be written.
+    File(io::Error),
+}
+
+impl NotStored {
+    /// The reason for the log, with the file.
+    fn details(&self) -> String {
+        match self {
+            Self::TooLarge { .. } => self.to_string(),
+            Self::File(error) => error.to_string(),
+        }
+    }
+}
+
+impl fmt::Display for NotStored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLarge { bytes, limit } => {
+                write!(f, "it has {bytes} bytes, server.responses_bytes is {limit}")
+            }
+            // The error itself may name the file.
+            Self::File(error) => write!(f, "{}", error.kind()),
+        }
     }
 }
 
@@ -254,5 +286,20 @@ mod tests {
         store.evict_at(wrong, running + 2 * CONFIRM);
         assert!(store.get("resp_1").is_none());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    /// On a full disk, the note in the reply had the path of a temporary file.
+    #[test]
+    fn clients_learn_the_reason_and_the_log_the_file() {
+        let text = "No space left on device (os error 28) at path \"/data/.tmpjYkiJP\"";
+        let full = NotStored::File(io::Error::new(io::ErrorKind::StorageFull, text));
+        assert_eq!(
+            (full.to_string().as_str(), full.details().as_str()),
+            ("no storage space", text)
+        );
+        let folder = tempfile::tempdir().unwrap();
+        let store = ResponseStore::open(folder.path(), 10, Duration::from_secs(60));
+        let error = store.put("resp_1", &stored("one")).unwrap_err().to_string();
+        assert!(error.contains("server.responses_bytes is 10"), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! What is wrong with the values of a configuration: ranges, names, keys.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 
 use axum::http::HeaderName;
 use secrecy::{ExposeSecret, SecretString};
@@ -48,6 +48,12 @@ impl ServerConfig {
         let mut problems: Vec<_> = ranges.collect();
         if self.host.is_empty() {
             problems.push("server.host: is empty; use 127.0.0.1 for this machine only".into());
+        } else if !is_listened_on(&self.host) {
+            problems.push(format!(
+                "server.host: `{}` is neither an address nor a name; leave out scheme, port and brackets, as in \
+                 127.0.0.1",
+                self.host
+            ));
         }
         for host in self.hosts.iter().filter(|host| !is_host(host)) {
             problems.push(format!(
@@ -130,6 +136,13 @@ pub(super) fn problems_of_keys<'a>(
 fn is_host(host: &str) -> bool {
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     host.parse::<IpAddr>().is_ok() || (!host.is_empty() && host.chars().all(is_name))
+}
+
+/// Whether a server may listen on `host`, if it is an address of this machine. That of a link (`fe80::1%eth0`) names its
+/// interface.
+pub fn is_listened_on(host: &str) -> bool {
+    let of_link = host.split_once('%');
+    is_host(host) || of_link.is_some_and(|(address, _)| address.parse::<Ipv6Addr>().is_ok())
 }
 
 /// Whether `origin` is what a browser sends as `Origin`, or `*`.

@@ -305,6 +305,53 @@ async fn log_of_a_failed_policy_names_its_request() {
     }
 }
 
+/// A wrong key had a line without anything by which its client can be found.
+#[tokio::test]
+async fn log_of_a_refused_request_has_its_id_route_and_address() {
+    let config = ServerConfig { api_keys: vec!["sk-one".into()], ..ServerConfig::default() };
+    let server = Served::start(config, answer).await;
+    let lines = Lines::default();
+    let _guard = lines.capture();
+    for (id, host) in [("trace-8", "elsewhere"), ("trace-9", "localhost")] {
+        let head = format!(
+            "GET /v1/models HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer sk-two\r\nX-Request-Id: {id}\r\n\
+             Connection: close\r\n\r\n"
+        );
+        read(server.send(head).await).await;
+        let log = lines.text();
+        let line =
+            log.lines().find(|line| line.contains(&format!("request_id=\"{id}\""))).expect(&log);
+        assert!(line.contains("refused") && line.contains("address=\"127.0.0.1\""), "{line}");
+        assert_eq!(line.contains("route=\"/v1/models\""), host == "localhost", "{line}");
+    }
+}
+
+/// A request that ran out of time after many tokens looked like one that never began, and a cancelled one had no status.
+#[tokio::test]
+async fn log_of_a_request_that_did_not_succeed_says_how_far_it_was() {
+    fn late() -> Vec<Act> {
+        let deadline = steersman_engine::RequestError::Deadline { stage: "being decoded" };
+        vec![Say(Event::Answer("Once".into())), Say(Event::Failed(deadline.into()))]
+    }
+    fn endless() -> Vec<Act> {
+        vec![Say(Event::Answer("Once".into())), UntilCancelled]
+    }
+    for (script, status) in [(late as fn() -> Vec<Act>, 504), (endless, 499)] {
+        let (app, seen) = app(script);
+        let lines = Lines::default();
+        let _guard = lines.capture();
+        let request = send(&app, post(body(json!({})).to_string()));
+        if tokio::time::timeout(Duration::from_millis(200), request).await.is_err() {
+            seen.wait_for_cancellation().await;
+        }
+        let log = lines.text();
+        let line = log.lines().find(|line| line.contains(&format!("status={status}"))).expect(&log);
+        for field in ["prompt_tokens=", "completion_tokens=", "queue_ms=", "first_token_ms="] {
+            assert!(line.contains(field), "`{field}` is not in {line}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn stopping_server_finishes_running_requests() {
     fn slow() -> Vec<Act> {
@@ -351,6 +398,11 @@ async fn stopping_server_tells_new_clients_that_it_drains() {
         refused.starts_with("HTTP/1.1 503") && refused.contains("server_stopping"),
         "{refused}"
     );
+    // They had neither, though every response has an id.
+    for header in ["x-request-id: ", "retry-after: 2", "\"request_id\":\""] {
+        assert!(refused.contains(header), "`{header}` is not in {refused}");
+    }
+    assert!(health.contains("x-request-id: "), "{health}");
     assert!(!stopped.is_finished(), "the running request has not ended");
     drop(socket);
     tokio::time::timeout(PATIENCE, stopped).await.expect("it stops").unwrap();

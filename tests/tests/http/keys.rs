@@ -143,6 +143,8 @@ async fn a_file_of_keys_that_is_lost_or_damaged_opens_nothing() {
     assert_eq!(status(&app, &key, "").await, 200);
     let path = folder.path().join(FILE);
     let whole = std::fs::read(&path).unwrap();
+    let lines = Lines::default();
+    let _log = lines.capture();
     for damage in [None, Some("{"), Some(r#"{"keys": [{"name": "x"}]}"#)] {
         match damage {
             None => std::fs::remove_file(&path).unwrap(),
@@ -154,6 +156,11 @@ async fn a_file_of_keys_that_is_lost_or_damaged_opens_nothing() {
             assert!(error.contains("keys.json"), "{error}");
         }
     }
+    let log = lines.text();
+    assert!(
+        log.contains("gone") && log.contains("damaged") && !log.contains("cannot be read"),
+        "{log}"
+    );
     std::fs::write(&path, whole).unwrap();
     assert_eq!(status(&app, &key, "").await, 200);
 }
@@ -183,6 +190,39 @@ fn wrong_names_are_explained() {
     assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 3);
 }
 
+/// A server on which everyone could ask refused everyone else, and nobody had said so.
+#[test]
+fn the_first_key_warns_of_what_it_closes() {
+    let folder = tempfile::tempdir().unwrap();
+    for (command, closed) in [
+        ("create me --operator", None),
+        ("create laptop", Some("first key of this server")),
+        ("create phone", None),
+        ("create app-1 --profile strict", Some("first key of the profile `strict`")),
+        ("create app-2 --profile strict", None),
+    ] {
+        let lines = Lines::default();
+        let log = lines.capture();
+        keys(folder.path(), command).unwrap();
+        drop(log);
+        let text = lines.text();
+        match closed {
+            Some(closed) => assert!(text.contains(closed), "{command}: {text}"),
+            None => assert!(!text.contains("refused"), "{command}: {text}"),
+        }
+    }
+}
+
+/// The error was `creating keys.lock`, without the folder.
+#[test]
+fn a_lock_that_cannot_be_opened_is_named_with_its_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let lock = folder.path().join("keys.lock");
+    std::fs::create_dir(&lock).unwrap();
+    let error = keys(folder.path(), "create laptop").unwrap_err();
+    assert!(error.contains(&lock.display().to_string()), "{error}");
+}
+
 /// The name of a revoked key was lost for ever.
 #[tokio::test]
 async fn a_revoked_key_leaves_its_name_to_a_new_one() {
@@ -207,6 +247,8 @@ async fn a_file_of_keys_that_is_no_regular_file_closes_the_server() {
     let key = keys(folder.path(), "create laptop").unwrap();
     assert_eq!(status(&app, &key, "").await, 200);
     let path = folder.path().join(FILE);
+    let lines = Lines::default();
+    let _log = lines.capture();
     for make in ["mkfifo", "ln -s /dev/zero", "mkdir"] {
         if path.is_dir() { std::fs::remove_dir(&path) } else { std::fs::remove_file(&path) }
             .unwrap();
@@ -217,5 +259,8 @@ async fn a_file_of_keys_that_is_no_regular_file_closes_the_server() {
         let error = keys(folder.path(), "list").unwrap_err();
         assert!(error.contains("not a regular file"), "{make}: {error}");
     }
+    // It was called damaged, also where only its permissions were wrong.
+    let log = lines.text();
+    assert!(log.contains("file of keys cannot be read") && !log.contains("damaged"), "{log}");
     std::fs::remove_dir(&path).unwrap();
 }

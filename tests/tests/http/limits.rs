@@ -82,8 +82,13 @@ async fn connection_is_refused_if_the_server_works_for_all_others() {
     let server = Served::start(config, endless).await;
     let running = server.ask(body(json!({"stream": true}))).await;
     server.wait_for_requests(1).await;
-    let (status, reply) = parsed(read(server.send("").await).await);
+    let refused = read(server.send("").await).await;
+    for header in ["retry-after: 2", "content-type: application/json", "x-request-id: "] {
+        assert!(refused.contains(header), "`{header}` is not in {refused}");
+    }
+    let (status, reply) = parsed(refused);
     assert_eq!((status, &reply["error"]["code"]), (503, &json!("server_busy")));
+    assert!(reply["request_id"].is_string(), "{reply}");
     drop(running);
     server.seen.wait_for_cancellation().await;
     let health = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";

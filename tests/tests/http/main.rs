@@ -171,6 +171,7 @@ fn engine_on(
     });
     let info = Info {
         prefixes: Default::default(),
+        store_enabled: false,
         text: steersman_tests::bundled_text(),
         activity: Default::default(),
         model: model.into(),

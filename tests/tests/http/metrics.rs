@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
+use steersman::reload::ReloadCounts;
 use steersman_tests::samples;
 
 use crate::*;
@@ -149,6 +150,24 @@ async fn every_series_is_documented() {
         assert!(metrics.keys().any(|series| family(series) == name), "{name}");
     }
     assert!(text.contains("# UNIT steersman_token_gap_seconds seconds\n"), "{text}");
+}
+
+/// A reload that failed was only in the log.
+#[tokio::test]
+async fn the_result_of_the_last_reload_is_a_gauge() {
+    let counts = Arc::new(ReloadCounts::default());
+    let wiring = Wiring { reload_counts: counts.clone(), ..Wiring::default() };
+    let (app, _) = app_wired(&ServerConfig::default(), wiring, answer);
+    let last = "steersman_config_last_reload_successful";
+    assert_eq!(samples(&scrape(&app).await)[last], 1.0, "there was none");
+    for (success, value) in [(false, 0.0), (true, 1.0)] {
+        counts.count(success);
+        assert_eq!(samples(&scrape(&app).await)[last], value);
+    }
+    let metrics = samples(&scrape(&app).await);
+    for result in ["success", "failure"] {
+        assert_eq!(metrics[&format!("steersman_config_reloads_total{{result=\"{result}\"}}")], 1.0);
+    }
 }
 
 /// Collectors that know no OpenMetrics, and `promtool check metrics`.

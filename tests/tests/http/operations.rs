@@ -114,9 +114,17 @@ async fn a_server_that_loads_its_models_says_so() {
     });
     assert_eq!(loading, expected);
     drop(load);
-    let response = send(&server, post(body(json!({})).to_string())).await;
+    let mut request = post(body(json!({})).to_string());
+    request.headers_mut().insert("x-request-id", "trace-7".parse().unwrap());
+    let response = send(&server, request).await;
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(json_of(response).await["error"]["code"], "server_loading");
+    assert_eq!(response.headers()["x-request-id"], "trace-7");
+    assert_eq!(response.headers()[header::RETRY_AFTER], "2");
+    let error = json_of(response).await;
+    assert_eq!(
+        (&error["error"]["code"], &error["request_id"]),
+        (&json!("server_loading"), &json!("trace-7"))
+    );
     app.get_or_init(|| self::app(answer).0);
     assert_eq!(json_of(send(&server, get("/health")).await).await["status"], "ok");
     let response = send(&server, post(body(json!({})).to_string())).await;
@@ -146,7 +154,9 @@ async fn engine_without_a_prefix_store_reports_none() {
     assert_eq!(cache["disk"], Value::Null);
     assert_eq!(cache["memory"], json!({"prefixes": 0, "states": 0, "bytes": 0, "budget_bytes": 0}));
     let metrics = metrics(&app).await;
-    assert_eq!(metrics["steersman_cache_disk_saving{model=\"owner/tiny\"}"], 0.0);
+    for series in ["saving", "enabled"] {
+        assert_eq!(metrics[&format!("steersman_cache_disk_{series}{{model=\"owner/tiny\"}}")], 0.0);
+    }
     assert!(
         !metrics.keys().any(|name| name.starts_with("steersman_cache_disk_bytes")),
         "there is no prefix store"

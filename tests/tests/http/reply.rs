@@ -305,7 +305,12 @@ async fn full_queue_is_429_and_health_still_responds() {
     let response = send(&app, post(body(json!({})).to_string())).await;
     assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(response.headers()[header::RETRY_AFTER], "2");
-    assert_eq!(json_of(response).await["error"]["code"], "queue_full");
+    let error = json_of(response).await["error"].clone();
+    assert_eq!(error["code"], "queue_full");
+    assert!(
+        error["message"].as_str().unwrap().contains("its limit is 1 (engine.queue)"),
+        "{error}"
+    );
     let health = axum::http::Request::get("/health").body(Body::empty()).unwrap();
     let health = json_of(send(&app, health).await).await;
     assert_eq!([&health["status"], &health["model"]], ["ok", "owner/tiny"]);

@@ -236,7 +236,9 @@ async fn second_server_on_one_folder_runs_without_the_prefix_store_and_logs_it_o
     assert_eq!(report["disk"], Value::Null);
     assert_eq!(report["counts"]["hits"], 1);
     let metrics = samples(&get(&without, "/metrics").await);
+    // The series of the alert: those of the store are missing, as nothing was opened.
     assert_eq!(of_model(&metrics, "cache_disk_saving"), 0.0);
+    assert_eq!(of_model(&metrics, "cache_disk_enabled"), 1.0);
 
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     let file = data.path().join("state.redb");

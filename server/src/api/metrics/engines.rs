@@ -30,6 +30,7 @@ type Values<T> = [(&'static str, &'static str, fn(&T) -> u64)];
 struct EngineSnapshot {
     model: Model,
     waiting: u64,
+    store_enabled: bool,
     activity: Activity,
     report: PrefixReport,
 }
@@ -39,7 +40,8 @@ impl EngineSnapshot {
         let info = engine.info();
         let model = [("model", info.model.clone())];
         let (activity, report) = (info.activity.report(), info.prefixes.report());
-        Self { model, waiting: engine.waiting() as u64, activity, report }
+        let (waiting, store_enabled) = (engine.waiting() as u64, info.store_enabled);
+        Self { model, waiting, store_enabled, activity, report }
     }
 
     fn disk(&self) -> Option<&StoreReport> {
@@ -149,6 +151,8 @@ fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {
     let saving =
         |engine: &EngineSnapshot| Some(engine.disk().is_some_and(|disk| disk.off.is_none()).into());
     gauge(registry, "disk_saving", help, engines, saving);
+    let help = "1 if the configuration enables the prefix store, else 0";
+    gauge(registry, "disk_enabled", help, engines, |engine| Some(engine.store_enabled.into()));
     register_disk(registry.sub_registry_with_prefix("disk"), engines);
 }
 

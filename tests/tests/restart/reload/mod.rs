@@ -88,6 +88,7 @@ impl Site {
         policies.watch();
         let info = Info {
             prefixes: Default::default(),
+            store_enabled: false,
             text: steersman_tests::bundled_text(),
             activity: Default::default(),
             model: "tiny".into(),
@@ -345,6 +346,7 @@ async fn an_admin_key_allows_what_other_keys_allow_and_not_conversely() {
         ServerConfig { api_keys, admin_keys: vec![ADMIN.into()], ..ServerConfig::default() };
     let info = Info {
         prefixes: Default::default(),
+        store_enabled: false,
         text: steersman_tests::bundled_text(),
         activity: Default::default(),
         model: "tiny".into(),
