@@ -3,17 +3,20 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
+use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::access::Guess;
 use super::app::App;
 use super::error::ApiError;
 use super::protocol::JSON;
+use super::request_id;
+use crate::connections::Connection;
 
 /// The key of a link.
 #[derive(Serialize, JsonSchema)]
@@ -26,6 +29,7 @@ pub struct Session {
 /// `POST /v1/session`
 pub async fn open(
     State(app): State<Arc<App>>,
+    connection: Option<Extension<Arc<Connection>>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Session>, ApiError> {
@@ -33,7 +37,12 @@ pub async fn open(
     let token = app.bodies.parse(body.bytes, parse).await?;
     let Some(key) = app.access.exchange(&token) else {
         app.metrics.unauthorized();
-        app.access.pause().await;
+        let guess = Guess {
+            request_id: request_id::text(&headers).into(),
+            route: Some("/v1/session".into()),
+            address: connection.map(|Extension(connection)| connection.address.to_string()),
+        };
+        app.access.pause(&guess).await;
         return Err(ApiError::link_refused());
     };
     tracing::info!("the one-time link was used: the console has an operator");
