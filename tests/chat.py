@@ -125,6 +125,10 @@ def chat(binary: str, work: Path, env: dict[str, str]) -> None:
         terminal.expect(re.escape(words))
     roles = [message["role"] for message in json.loads(saved.read_text())["messages"]]
     assert roles == ["system", "user", "assistant"], roles
+    terminal.enter("/reset")
+    terminal.expect("forgotten")
+    terminal.enter(f"/load {saved}")
+    terminal.expect("2 turns from")
     terminal.expect("> ")
     terminal.press(b"\x04")
     assert terminal.end() == 0, terminal.shown

@@ -14,6 +14,7 @@ pub const HELP: &str = "\
 /system [TEXT]      set the system text, or show it; `/system off` removes it
 /reset              forget the conversation, except the system text
 /save FILE          write the conversation to a new JSON file
+/load FILE          continue a conversation that was saved, in place of this one
 /help               list the commands
 /exit               leave, as Ctrl-D does
 Ctrl-C stops a reply. A line that ends with \\ continues on the next. // at the beginning sends a /.";
@@ -35,6 +36,8 @@ pub enum Command {
     Reset,
     /// Write the conversation to a file.
     Save(PathBuf),
+    /// Continue the conversation in a file.
+    Load(PathBuf),
     /// List the commands.
     Help,
     /// Leave.
@@ -69,11 +72,14 @@ impl Command {
             ("system", Some("off")) => Ok(Self::System(Some(String::new()))),
             ("system", text) => Ok(Self::System(text.map(str::to_owned))),
             ("save", Some(file)) => Ok(Self::Save(file.into())),
-            ("save", None) => Err("/save: name a file".into()),
+            ("load", Some(file)) => Ok(Self::Load(file.into())),
+            ("save" | "load", None) => Err(format!("/{name}: name a file")),
             ("reset", None) => Ok(Self::Reset),
             ("help", None) => Ok(Self::Help),
-            ("exit" | "quit", None) => Ok(Self::Exit),
-            ("reset" | "help" | "exit" | "quit", Some(_)) => Err(format!("/{name} takes nothing")),
+            ("exit" | "quit" | "bye", None) => Ok(Self::Exit),
+            ("reset" | "help" | "exit" | "quit" | "bye", Some(_)) => {
+                Err(format!("/{name} takes nothing"))
+            }
             _ => Err(format!("there is no command /{name}; /help lists them")),
         }
     }
@@ -131,6 +137,33 @@ impl Session {
         self.turns.clear();
     }
 
+    /// Replaces the turns, and the system text if the conversation has one, by those of a saved conversation: an object
+    /// with `messages`, whose users and assistants speak in turn. Returns the number of turns.
+    ///
+    /// # Errors
+    /// If it is no such conversation; says where, and nothing changes.
+    pub fn load(&mut self, conversation: &Value) -> Result<usize, String> {
+        let messages = conversation["messages"].as_array();
+        let messages = messages.ok_or("it has no list `messages`; /save writes one")?;
+        let (mut system, mut turns) = (None, Vec::new());
+        for (i, message) in messages.iter().enumerate() {
+            let content = message["content"].as_str();
+            let content = content.ok_or(format!("messages[{i}].content: must be a text"))?;
+            let next = if turns.len() % 2 == 0 { Role::User } else { Role::Assistant };
+            match message["role"].as_str() {
+                Some("system") if i == 0 => system = Some(content.to_owned()),
+                Some(role) if role == next.name() => turns.push((next, content.to_owned())),
+                _ => return Err(format!("messages[{i}].role: must be {}", next.name())),
+            }
+        }
+        if turns.len() % 2 == 1 {
+            return Err("the last message must be the assistant's".into());
+        }
+        self.options.system = system.or(self.options.system.take());
+        self.turns = turns;
+        Ok(self.turns.len())
+    }
+
     /// The request for the next reply. Reasoning is not repeated: chat templates drop that of earlier turns.
     pub fn request(&self) -> Value {
         let Options { think, max_tokens, temperature, .. } = &self.options;
@@ -185,6 +218,7 @@ mod tests {
         for (line, words) in [
             ("/think maybe", "on, off or auto"),
             ("/save", "name a file"),
+            ("/load", "name a file"),
             ("/reset all", "takes nothing"),
             ("/thnik", "/help lists them"),
             ("/", "/help lists them"),
@@ -214,6 +248,30 @@ mod tests {
         assert_eq!(request["chat_template_kwargs"]["enable_thinking"], false);
         assert_eq!(request["temperature"].to_string(), "0.7");
         assert_eq!(request["max_tokens"], 9);
+    }
+
+    #[test]
+    fn a_saved_conversation_is_continued_and_anything_else_changes_nothing() {
+        let mut session = Session::new("m".into(), Options::default());
+        session.options.system = Some("s".into());
+        session.say("a".into());
+        session.answered("b");
+        let saved = json!({"messages": session.messages()});
+        let mut other = Session::new("m".into(), Options::default());
+        assert_eq!(other.load(&saved), Ok(2));
+        assert_eq!(other.messages(), session.messages());
+        let user = json!({"role": "user", "content": "a"});
+        for (messages, words) in [
+            (json!(null), "`messages`"),
+            (json!([user, user]), "messages[1].role: must be assistant"),
+            (json!([user]), "the assistant's"),
+            (json!([{"role": "user", "content": 1}]), "messages[0].content"),
+            (json!([user, {"role": "system", "content": "x"}]), "messages[1].role"),
+        ] {
+            let error = other.load(&json!({"messages": messages})).unwrap_err();
+            assert!(error.contains(words), "`{words}` is not in {error}");
+            assert_eq!(other.messages(), session.messages());
+        }
     }
 
     /// A reply that is stopped in its reasoning would leave two turns of the user in a row.

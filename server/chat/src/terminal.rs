@@ -18,6 +18,9 @@ use crate::session::{Command, HELP, Session};
 /// Lines that the history keeps.
 const HISTORY: usize = 1000;
 
+/// Most bytes of a file with a conversation.
+const FILE_BYTES: u64 = 64 << 20;
+
 const PROMPT: &str = "> ";
 /// Before further lines of a text.
 const CONTINUED: &str = "... ";
@@ -191,6 +194,9 @@ impl Chat<'_> {
             Command::Save(file) => {
                 self.save(&file).map(|()| format!("saved in {}", file.display()))
             }
+            Command::Load(file) => {
+                self.load(&file).map(|turns| format!("{turns} turns from {}", file.display()))
+            }
         };
         match done {
             Ok(line) => self.screen.remark(&line)?,
@@ -254,6 +260,16 @@ impl Chat<'_> {
             .open(file)
             .and_then(|mut file| file.write_all(text.as_bytes()));
         written.with_context(|| format!("saving in {}", file.display()))
+    }
+
+    /// Continues the conversation in a file; returns its number of turns.
+    fn load(&mut self, file: &Path) -> Result<usize> {
+        let mut read = || {
+            let text = steersman_files::read_text(file, FILE_BYTES)?;
+            let conversation = serde_json::from_str(&text).context("it is no JSON")?;
+            self.session.load(&conversation).map_err(anyhow::Error::msg)
+        };
+        read().with_context(|| format!("loading {}", file.display()))
     }
 }
 
