@@ -110,7 +110,7 @@ fn problems(
         }
     }
     problems.extend(problems_of_places(&server, &config, data_dir));
-    // It would be created.
+    // Loading the policies would create the file.
     config.policy.trace_file = PathBuf::new();
     problems.extend(problems_of_policies(&config, storage));
     problems.extend(problems_of_warm_files(&config));
@@ -201,7 +201,7 @@ pub fn error_of_policies(
 /// Policies that cannot be loaded, and their parameters that cannot be used.
 fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
     let (mut problems, profiles) = (Vec::new(), config.profile_policies());
-    // Those of `[policy]` were not found without a profile.
+    // Without a profile, problems of `[policy]` would not be found.
     if profiles.is_empty()
         && let Err(error) = Policies::load(&config.policy, &profiles, storage)
     {
@@ -426,7 +426,8 @@ mod tests {
         {
             assert!(!warns(closed), "{closed}");
         }
-        keys::run(&keys::tests::create("laptop"), &[], folder.path(), &mut Vec::new()).unwrap();
+        let (task, none) = (keys::tests::create("laptop"), keys::Configured::default());
+        keys::run(&task, &none, folder.path(), &mut Vec::new()).unwrap();
         assert!(!warns("host = '0.0.0.0'"));
     }
 

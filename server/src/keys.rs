@@ -154,11 +154,27 @@ impl Keys {
     }
 }
 
-/// Runs a task on the keys in `data_dir`. `profiles` are the names of the configuration.
+/// What the configuration says of profiles and keys.
+#[derive(Debug, Default)]
+pub struct Configured {
+    /// Names of the profiles.
+    pub profiles: Vec<String>,
+    /// Those that have keys there.
+    pub closed_profiles: Vec<String>,
+    /// Whether the server has keys there that open all profiles.
+    pub is_closed: bool,
+}
+
+/// Runs a task on the keys in `data_dir`.
 ///
 /// # Errors
 /// If the name is taken or unknown, the profile does not exist, or the file cannot be read or written.
-pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Write) -> Result<()> {
+pub fn run(
+    task: &Task,
+    configured: &Configured,
+    data_dir: &Path,
+    out: &mut impl Write,
+) -> Result<()> {
     let path = data_dir.join(FILE);
     // Two commands at the same time would lose the key of one.
     let lock_path = data_dir.join(LOCK);
@@ -168,8 +184,8 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
     let mut keys = Keys::read(&path)?;
     match task {
         Task::Create(options) => {
-            let closed = options.closes(&keys);
-            let key = options.create(&mut keys, profiles)?;
+            let closed = options.closes(&keys, configured);
+            let key = options.create(&mut keys, &configured.profiles)?;
             keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
             if let Some(closed) = closed {
                 tracing::warn!(
@@ -198,17 +214,16 @@ pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Wri
 }
 
 impl Create {
-    /// What the key closes to requests without a key, as the first of its kind in `keys`.
-    fn closes(&self, keys: &Keys) -> Option<String> {
-        match &self.profile {
-            _ if self.operator => None,
-            None => (!keys.has_client_key()).then(|| "this server".into()),
-            Some(name) => {
-                let opens = Opens::Profile(name.clone());
-                let is_first = keys.keys.iter().all(|key| key.opens != opens);
-                is_first.then(|| format!("the profile `{name}`"))
-            }
+    /// What the key closes to requests without a key, as the first of its kind in `keys` and the configuration.
+    fn closes(&self, keys: &Keys, configured: &Configured) -> Option<String> {
+        if self.operator || configured.is_closed || keys.has_client_key() {
+            return None;
         }
+        let Some(name) = &self.profile else { return Some("this server".into()) };
+        let opens = Opens::Profile(name.clone());
+        let is_first = !configured.closed_profiles.contains(name)
+            && keys.keys.iter().all(|key| key.opens != opens);
+        is_first.then(|| format!("the profile `{name}`"))
     }
 
     /// Adds a key to `keys`, and returns it.

@@ -266,8 +266,13 @@ fn join(threads: Vec<EngineThread>) -> Result<()> {
 
 fn keys(options: Keys) -> Result<()> {
     let (file, data_dir) = options.place.read()?;
-    let profiles: Vec<_> = file.profiles.into_keys().collect();
-    keys::run(&options.task, &profiles, &data_dir, &mut std::io::stdout().lock())
+    let closed = file.profiles.iter().filter(|(_, profile)| !profile.api_keys.is_empty());
+    let configured = keys::Configured {
+        profiles: file.profiles.keys().cloned().collect(),
+        closed_profiles: closed.map(|(name, _)| name.clone()).collect(),
+        is_closed: !file.server.api_keys.is_empty(),
+    };
+    keys::run(&options.task, &configured, &data_dir, &mut std::io::stdout().lock())
 }
 
 fn chat(options: Chat) -> Result<()> {

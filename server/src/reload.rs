@@ -62,7 +62,7 @@ impl ReloadCounts {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// Whether what runs is what the file had when it was last read.
+    /// Whether the last reload succeeded; true before the first one.
     pub fn last_succeeded(&self) -> bool {
         !self.last_failed.load(Ordering::Relaxed)
     }

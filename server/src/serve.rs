@@ -16,6 +16,7 @@ use anyhow::{Result, anyhow};
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use hyper::body::{Frame, Incoming, SizeHint};
@@ -32,6 +33,7 @@ use tower::ServiceExt;
 
 use crate::api::error::{ApiError, Dialect};
 use crate::api::request_id::{self, REQUEST_ID};
+use crate::api::unread;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
@@ -75,13 +77,14 @@ pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
 
 /// The app that `app` holds as soon as the models are loaded; until then every answer is a 503.
 pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
-    Router::new().fallback(async move |request: Request| match app.get() {
+    let router = Router::new().fallback(async move |request: Request| match app.get() {
         Some(app) => app.clone().oneshot(request).await.into_response(),
         None => match console_file(&request) {
             Some(file) => with_id(file, request_id::of(request.headers())),
             None => answer_without_app(&request, loading(), ApiError::loading()),
         },
-    })
+    });
+    router.layer(from_fn(unread::drain))
 }
 
 /// The answer while no app does: 503, with `health` for `/health` and `error` for all else.

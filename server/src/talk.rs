@@ -103,7 +103,7 @@ async fn running(
     // No server listens on port 0. Another key cannot be one of this server.
     let Ok(client) = Client::new(&url, key.or(configured)) else { return Ok(None) };
     if file.server.port == 0 || !is_ready(&client).await {
-        // Nobody may read it.
+        // A closed stderr is no error.
         let mut stderr = std::io::stderr();
         if stderr.is_terminal() {
             let _ = writeln!(
@@ -126,7 +126,7 @@ async fn running(
     let mut stderr = std::io::stderr();
     let Some(model) = model else { return Ok(Some((client, String::new()))) };
     let Some(name) = name_in(&models, model) else {
-        // Nobody may read it.
+        // A closed stderr is no error.
         let _ = writeln!(
             stderr,
             "the server at {url} does not serve {model}, so it is loaded in this process; to have \

@@ -6,7 +6,7 @@
 //! rendered, and restored afterwards ([`Taint::restore`]). A tainted character is the original one
 //! in an unassigned plane of Unicode, which no text uses; one that a text uses nevertheless becomes
 //! U+FFFD. Characters keep their number and order, so templates may cut, trim, join and dump text;
-//! `operators` restores them where text is compared or searched.
+//! `operators` restores them where text is compared or searched. Names that templates read are never tainted.
 //! Never encodes: the tokenizer decides what is a special token.
 //!
 //! # Why characters

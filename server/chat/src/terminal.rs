@@ -266,7 +266,8 @@ impl Chat<'_> {
     fn load(&mut self, file: &Path) -> Result<usize> {
         let mut read = || {
             let text = steersman_files::read_text(file, FILE_BYTES)?;
-            let conversation = serde_json::from_str(&text).context("it is no JSON")?;
+            let conversation = serde_json::from_str(&text)
+                .context("it is not JSON; name a file that /save wrote")?;
             self.session.load(&conversation).map_err(anyhow::Error::msg)
         };
         read().with_context(|| format!("loading {}", file.display()))

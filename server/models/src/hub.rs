@@ -284,7 +284,7 @@ impl Hub {
                 );
                 return anyhow!(error).context(context);
             }
-            HubError::Request(_) => {
+            HubError::Request(error) if is_unreached(error) => {
                 let context = format!(
                     "{repo_id}: {} cannot be reached; check the connection, or name another hub with HF_ENDPOINT. \
                      What has arrived is kept",
@@ -311,6 +311,11 @@ impl Hub {
         };
         anyhow!(error).context(format!("{repo_id} from {}: {advice}", self.endpoint))
     }
+}
+
+/// Whether a request has failed before its server answered.
+fn is_unreached(error: &ureq::Error) -> bool {
+    matches!(error, ureq::Error::HostNotFound | ureq::Error::ConnectionFailed | ureq::Error::Io(_))
 }
 
 /// A progress bar for a download.

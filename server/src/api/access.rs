@@ -230,7 +230,7 @@ impl Access {
         let has_keys = self.keys().profiles.values().any(|gate| gate.requires_key);
         (has_keys && !is_placeholder).then(|| {
             format!(
-                "the key is none that this server knows; the request was answered by the profile \
+                "this server does not know the key; the request was answered by the profile \
                  `{profile}`, as one without a key"
             )
         })

@@ -133,7 +133,9 @@ impl ApiError {
     /// An unknown path.
     pub fn no_route(method: &str, path: &str) -> Self {
         let advice = match path.strip_prefix("/v1/v1/") {
-            Some(_) => "its packages add `/v1` themselves, so leave that out there",
+            Some(_) => {
+                "the client adds `/v1` itself, so leave that out there; GET /docs lists all routes"
+            }
             None => "GET /docs lists all routes",
         };
         let message = format!(

@@ -56,7 +56,7 @@ mod tokens;
 mod trace;
 mod typed;
 mod unknown;
-mod unread;
+pub(crate) mod unread;
 
 use axum::Router;
 use axum::extract::{Path, Request};

@@ -55,14 +55,8 @@ pub async fn list(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
 ) -> Result<Json<ModelList>, ApiError> {
-    let (names, described) = described(&app).await?;
-    // Without a profile in its name, a model is used by that of the key.
-    let is_open = |name: &&Name| {
-        let profile = app.models.resolve(&name.name).and_then(|(_, profile)| profile);
-        profile.is_none_or(|profile| app.access.allow(&caller, &profile).is_ok())
-    };
-    let data = names.iter().filter(is_open).map(|name| model(name, &described[name.index]));
-    let data = data.collect();
+    let (names, described) = described_for(&app, &caller).await?;
+    let data = names.iter().map(|name| model(name, &described[name.index])).collect();
     Ok(Json(ModelList { object: "list", data }))
 }
 
@@ -81,6 +75,20 @@ pub async fn get(
     let listed = names.into_iter().find(|listed| listed.name == name);
     let name = listed.unwrap_or(Name { name, index, alias_of: None });
     Ok(Json(model(&name, &described[index])))
+}
+
+/// The names that the caller may use, and all models by index.
+pub async fn described_for(
+    app: &Arc<App>,
+    caller: &Caller,
+) -> Result<(Vec<Name>, Vec<Description>), ApiError> {
+    let (mut names, described) = described(app).await?;
+    // Without a profile in its name, a model is used by that of the key.
+    names.retain(|name| {
+        let profile = app.models.resolve(&name.name).and_then(|(_, profile)| profile);
+        profile.is_none_or(|profile| app.access.allow(caller, &profile).is_ok())
+    });
+    Ok((names, described))
 }
 
 /// All names, and all models by index.

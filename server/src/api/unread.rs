@@ -37,7 +37,8 @@ pub async fn drain(request: Request, next: Next) -> Response {
     // Reading such a body tells the client to send it.
     let is_announced = request.headers().contains_key(EXPECT);
     let rest = Rest::default();
-    let request = request.map(|body| Body::new(Watched { body, rest: rest.clone() }));
+    let request =
+        request.map(|body| Body::new(Watched { body, has_ended: false, rest: rest.clone() }));
     let mut response = next.run(request).await;
     let left = rest.lock().take();
     if let Some(body) = left
@@ -66,6 +67,7 @@ async fn is_drained(mut body: Body) -> bool {
 /// A body that is kept when its reader drops it before its end.
 struct Watched {
     body: Body,
+    has_ended: bool,
     rest: Rest,
 }
 
@@ -77,7 +79,10 @@ impl HttpBody for Watched {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        // A body in chunks does not know its end before.
+        self.has_ended |= matches!(polled, Poll::Ready(None));
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
@@ -91,7 +96,7 @@ impl HttpBody for Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        if !self.body.is_end_stream() {
+        if !self.has_ended && !self.body.is_end_stream() {
             *self.rest.lock() = Some(std::mem::take(&mut self.body));
         }
     }

@@ -149,10 +149,10 @@ async fn a_key_that_opens_nothing_is_noted_beside_profiles_with_keys() {
     let noted = notes(&app, "sk-strcit").await;
     assert!(noted.contains("answered by the profile `default`"), "{noted}");
     for key in ["none", "", "sk-strict"] {
-        assert!(!notes(&app, key).await.contains("the key"), "{key}");
+        assert!(!notes(&app, key).await.contains("know the key"), "{key}");
     }
     let (open, _) = app_with(&ServerConfig::default(), answer);
-    assert!(!notes(&open, "sk-any").await.contains("the key"), "no profile has keys");
+    assert!(!notes(&open, "sk-any").await.contains("know the key"), "no profile has keys");
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::http::Request as ClientRequest;
 use clap::Parser;
 use steersman::config::ProfileAccess;
-use steersman::keys::{FILE, KeyFile, Task, run};
+use steersman::keys::{Configured, FILE, KeyFile, Task, run};
 use tempfile::TempDir;
 
 use crate::connection::Lines;
@@ -23,8 +23,9 @@ fn keys(folder: &Path, command: &str) -> Result<String, String> {
     let words = std::iter::once("keys").chain(command.split_whitespace());
     let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
     let mut out = Vec::new();
-    let profiles = ["strict".to_string()];
-    run(&cli.task, &profiles, folder, &mut out).map_err(|error| format!("{error:#}"))?;
+    let configured =
+        Configured { profiles: vec!["strict".into(), "other".into()], ..Configured::default() };
+    run(&cli.task, &configured, folder, &mut out).map_err(|error| format!("{error:#}"))?;
     Ok(String::from_utf8(out).unwrap().trim_end().to_string())
 }
 
@@ -196,10 +197,12 @@ fn the_first_key_warns_of_what_it_closes() {
     let folder = tempfile::tempdir().unwrap();
     for (command, closed) in [
         ("create me --operator", None),
-        ("create laptop", Some("first key of this server")),
-        ("create phone", None),
         ("create app-1 --profile strict", Some("first key of the profile `strict`")),
         ("create app-2 --profile strict", None),
+        ("create laptop", Some("first key of this server")),
+        ("create phone", None),
+        // Requests without a key were refused before.
+        ("create app-3 --profile other", None),
     ] {
         let lines = Lines::default();
         let log = lines.capture();

@@ -101,7 +101,7 @@ impl Active {
                 tracing::error!(policy, profile, sha256, reason, "policy rolled back");
                 // A rollback by an operator would write the version before it there.
                 let is_in_file = entry.current.as_ref().is_some_and(|version| version.is_in_file());
-                let file = if is_in_file { "; the file still has it" } else { "" };
+                let file = if is_in_file { "; its file is unchanged" } else { "" };
                 let message = format!(
                     "policy `{policy}`: {sha256} {reason}{file}; rolled back to the version before it"
                 );

@@ -296,7 +296,7 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
         }
         assert_eq!(server.request(profile), ("a".into(), true));
         let problem = server.until_problem(words);
-        let words = "; the file still has it; rolled back to the version before it";
+        let words = "; its file is unchanged; rolled back to the version before it";
         assert!(problem.contains(words), "{problem}");
         assert!(problem.ends_with(end), "{problem}");
     }

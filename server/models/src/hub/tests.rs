@@ -250,7 +250,7 @@ fn failed_download_says_what_to_do() {
     check(&hub, "owner/other", "neither such a repo");
     check(&hub, "owner/tiny", "no safetensors weights");
     let nowhere = Hub { endpoint: "http://127.0.0.1:1".into(), ..hub };
-    check(&nowhere, "owner/tiny", "the download failed");
+    check(&nowhere, "owner/tiny", "cannot be reached; check the connection");
 }
 
 #[test]

@@ -352,7 +352,8 @@ fn tools(
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or("custom");
         if kind == "function" {
             let message = format!(
-                "tools[{i}]: is written as OpenAI's API has it; a tool here has `name` and `input_schema`, and no type"
+                "tools[{i}]: has the form of OpenAI's API; write `name`, `description` and `input_schema`, without \
+                 `type` or with `custom`"
             );
             return Err(ApiError::value(format!("tools[{i}]"), message));
         }

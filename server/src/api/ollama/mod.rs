@@ -142,8 +142,8 @@ impl<const CHAT: bool> Ollama<CHAT> {
     fn ended(&self, head: &Head, replies: &[Reply], line: Line<Content>) -> Line<Content> {
         let Some(reply) = replies.first() else {
             let noted = Extension::without_reply(head);
-            // A note says that the model stays.
-            let unloads = self.keep_alive == Some(Some(Duration::ZERO)) && noted.notes.is_empty();
+            let stays = noted.notes.iter().any(|note| note.starts_with("keep_alive:"));
+            let unloads = self.keep_alive == Some(Some(Duration::ZERO)) && !stays;
             let reason = if unloads { DoneReason::Unload } else { DoneReason::Load };
             return Line { done_reason: Some(reason), steersman: Some(noted), ..line };
         };

@@ -15,7 +15,7 @@ use super::request;
 use crate::api::access::Caller;
 use crate::api::app::App;
 use crate::api::error::ApiError;
-use crate::api::models::described;
+use crate::api::models::{described, described_for};
 
 use crate::models::Description;
 
@@ -79,8 +79,11 @@ pub async fn version() -> Json<Version> {
 }
 
 /// `GET /api/tags`: the models, as in `GET /v1/models`. Those whose files are missing are left out.
-pub async fn tags(State(app): State<Arc<App>>) -> Result<Json<ModelList>, ApiError> {
-    let (names, described) = described(&app).await?;
+pub async fn tags(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<ModelList>, ApiError> {
+    let (names, described) = described_for(&app, &caller).await?;
     let models = names.iter().map(|name| (name.name.as_str(), &described[name.index]));
     let models = models.filter(|(_, described)| described.state != "missing");
     let models = models.map(|(name, described)| model(name, described)).collect();
@@ -88,8 +91,11 @@ pub async fn tags(State(app): State<Arc<App>>) -> Result<Json<ModelList>, ApiErr
 }
 
 /// `GET /api/ps`: the models in memory.
-pub async fn running(State(app): State<Arc<App>>) -> Result<Json<ModelList>, ApiError> {
-    let (names, described) = described(&app).await?;
+pub async fn running(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<ModelList>, ApiError> {
+    let (names, described) = described_for(&app, &caller).await?;
     let loaded = names.iter().filter_map(|name| {
         let described = &described[name.index];
         described.engine.as_ref()?;
