@@ -83,9 +83,19 @@ impl Replacement {
     }
 
     fn with(path: &Path, builder: &tempfile::Builder<'_, '_>) -> io::Result<Self> {
+        let is_foreign = is_link_of_another_user(path);
         // A link remains: its target is replaced.
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let file = builder.tempfile_in(folder_of(&path))?;
+        let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let file = builder.tempfile_in(folder_of(&target))?;
+        if is_foreign && is_roots(file.as_file()) {
+            // Whoever owns the folder would choose which file root writes.
+            let problem = format!(
+                "{} is a link of another user, which root does not follow; replace it by the file",
+                path.display()
+            );
+            return Err(io::Error::new(ErrorKind::PermissionDenied, problem));
+        }
+        let path = target;
         let old = fs::metadata(&path).or_else(|_| fs::metadata(folder_of(&path)))?;
         keep_owner(file.as_file(), &old)?;
         Ok(Self { file, path })
@@ -163,6 +173,30 @@ fn keep_owner(file: &File, old: &fs::Metadata) -> io::Result<()> {
 #[cfg(not(unix))]
 fn keep_owner(_: &File, _: &fs::Metadata) -> io::Result<()> {
     Ok(())
+}
+
+#[cfg(unix)]
+fn is_link_of_another_user(path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    fs::symlink_metadata(path).is_ok_and(|link| link.is_symlink() && link.uid() != 0)
+}
+
+/// Elsewhere there is no such owner.
+#[cfg(not(unix))]
+fn is_link_of_another_user(_: &Path) -> bool {
+    false
+}
+
+/// Whether root has created a file.
+#[cfg(unix)]
+fn is_roots(file: &File) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    file.metadata().is_ok_and(|metadata| metadata.uid() == 0)
+}
+
+#[cfg(not(unix))]
+fn is_roots(_: &File) -> bool {
+    false
 }
 
 /// The folder of a file; the working directory for a bare name.
@@ -283,6 +317,25 @@ mod tests {
         for _ in 0..2 {
             open_lock(&path).unwrap();
             assert_eq!(owner(&path), (65534, 65533, 0o600));
+        }
+    }
+
+    /// The owner of a folder would choose by a link which file root replaces there.
+    #[cfg(unix)]
+    #[test]
+    fn root_replaces_no_target_of_another_users_link() {
+        use std::os::unix::fs::{lchown, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let (target, link) = (folder.path().join("target"), folder.path().join("keys.json"));
+        fs::write(&target, "kept").unwrap();
+        symlink(&target, &link).unwrap();
+        replace_private(&link, b"own").unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "own");
+        // Only root may give links away.
+        if lchown(&link, Some(65534), Some(65534)).is_ok() {
+            let error = replace_private(&link, b"other").unwrap_err().to_string();
+            assert!(error.contains("is a link of another user"), "{error}");
+            assert_eq!(fs::read_to_string(&target).unwrap(), "own");
         }
     }
 
