@@ -284,7 +284,7 @@ impl Hub {
                 );
                 return anyhow!(error).context(context);
             }
-            HubError::Request(error) if is_unreached(error) => {
+            HubError::Request(cause) if is_unreached(cause) => {
                 let context = format!(
                     "{repo_id}: {} cannot be reached; check the connection, or name another hub with HF_ENDPOINT. \
                      What has arrived is kept",
