@@ -159,7 +159,7 @@ impl Keys {
 pub struct Configured {
     /// Names of the profiles.
     pub profiles: Vec<String>,
-    /// Those that have keys there.
+    /// Names of the profiles that have keys there.
     pub closed_profiles: Vec<String>,
     /// Whether the server has keys there that open all profiles.
     pub is_closed: bool,

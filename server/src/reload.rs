@@ -71,9 +71,9 @@ impl ReloadCounts {
 /// What a reload changes: keys of the file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Those that have taken effect.
+    /// Keys whose values have taken effect.
     pub applied: Vec<String>,
-    /// Those that differ from what runs until a restart, also if an earlier reload named them.
+    /// Keys whose values differ from what runs until a restart, also if an earlier reload named them.
     pub need_restart: Vec<String>,
 }
 

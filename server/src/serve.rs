@@ -77,14 +77,13 @@ pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
 
 /// The app that `app` holds as soon as the models are loaded; until then every answer is a 503.
 pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
-    let router = Router::new().fallback(async move |request: Request| match app.get() {
+    Router::new().fallback(async move |request: Request| match app.get() {
         Some(app) => app.clone().oneshot(request).await.into_response(),
         None => match console_file(&request) {
             Some(file) => with_id(file, request_id::of(request.headers())),
             None => answer_without_app(&request, loading(), ApiError::loading()),
         },
-    });
-    router.layer(from_fn(unread::drain))
+    })
 }
 
 /// The answer while no app does: 503, with `health` for `/health` and `error` for all else.
@@ -134,6 +133,8 @@ pub async fn run(
     config: &ServerConfig,
     stop: impl Future<Output = ()>,
 ) {
+    // Around all answers of a connection, also those before the models are loaded.
+    let app = app.layer(from_fn(unread::drain));
     let connections = Arc::new(Connections::new(config));
     tracing::debug!(limit = connections.limit(), "accepting connections");
     let (stage, serving) = watch::channel(Stage::Serving);

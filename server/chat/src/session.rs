@@ -141,7 +141,7 @@ impl Session {
     /// with `messages`, whose users and assistants speak in turn. Returns the number of turns.
     ///
     /// # Errors
-    /// If it is no such conversation; says where, and nothing changes.
+    /// If `conversation` has another form; the message names the place, and nothing changes.
     pub fn load(&mut self, conversation: &Value) -> Result<usize, String> {
         let messages = conversation["messages"].as_array();
         let messages = messages.ok_or("it has no list `messages`; /save writes one")?;

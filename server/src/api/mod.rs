@@ -158,7 +158,6 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .layer(from_fn_with_state(app.clone(), middleware::check_origin))
         .layer(from_fn(middleware::errors))
         .layer(from_fn(request_id::assign))
-        .layer(from_fn(unread::drain))
         .with_state(app)
 }
 

@@ -187,7 +187,7 @@ impl ResponseStore {
 pub enum NotStored {
     /// It is larger than all responses may be together.
     TooLarge { bytes: u64, limit: u64 },
-    /// Its file could not be written.
+    /// The file of the response could not be written.
     File(io::Error),
 }
 

@@ -122,7 +122,7 @@ fn a_next_version_is_tested_with_the_schema_beside_the_golden_file() {
     let golden = path(&folder, "mine.jsonl");
     let unknown = fail(&["test", &next, &golden, "--param", "rule=x"]);
     assert!(unknown.contains("--param: params `rule`: is in no schema"), "{unknown}");
-    // Without it, the command says so.
+    // Without a schema, the command says that there is none.
     fs::remove_file(folder.path().join("mine.params.toml")).unwrap();
     let (_, error, _) = run(&["test", &next, &golden, "--param", "rule=x"]);
     assert!(
@@ -309,7 +309,7 @@ fn sim_shows_what_a_policy_would_have_cut() {
     assert!(nothing.starts_with("0 of 5 replies changed; 0 of "), "{nothing}");
 }
 
-/// It called everything but `on-text`, and said `0 of 1 replies changed` of a policy that does nothing else.
+/// `policy sim` called every hook but `on-text`, and printed `0 of 1 replies changed` for a policy with that hook alone.
 #[test]
 fn sim_shows_what_a_policy_replaces_in_answers() {
     let corpus = r#"{"text": "mail me at a@b.com now"}
