@@ -8,6 +8,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
+use super::closed::closed;
 use super::parameter::{Parameter, Strings};
 use super::{FORM_BYTES, Scope, refused, schema, with_options};
 use crate::error::RequestError;
@@ -48,7 +49,7 @@ struct Block {
 
 impl Block {
     fn of(path: &str, schema: &Value, text: Spelling) -> Result<Self, RequestError> {
-        let schema = flattened(path, schema)?;
+        let schema = flattened(path, &closed(schema))?;
         let mut parameters = Vec::new();
         if text == Spelling::Json {
             return Ok(Self { schema, parameters });
@@ -354,7 +355,8 @@ impl Calls {
         let number = if *is_numbered { "\":\" /[0-9]+/ " } else { "" };
         let arguments = match arguments {
             Arguments::Json => {
-                let schema = tool.parameters.clone().unwrap_or_else(|| json!({"type": "object"}));
+                let schema = tool.parameters.as_ref().map(closed);
+                let schema = schema.unwrap_or_else(|| json!({"type": "object"}));
                 format!("%json {}", with_options(schema))
             }
             Arguments::Parameters { .. } if tool.parameters.is_none() => "free".into(),

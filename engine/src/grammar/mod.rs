@@ -32,6 +32,7 @@ use sha2::{Digest, Sha256};
 
 use self::bounds::Depth;
 use self::calls::Calls;
+use self::closed::closed;
 use self::compile::{Compiler, FormDigest};
 use self::watch::Watched;
 
@@ -42,6 +43,7 @@ use crate::text::Text;
 
 mod bounds;
 mod calls;
+mod closed;
 mod compile;
 mod dead;
 mod gbnf;
@@ -516,7 +518,7 @@ fn answer_grammar(format: &ResponseFormat) -> Result<GrammarWithLexer, RequestEr
         Form::JsonObject => named(json_grammar(json!({"type": "object"})), calls::ANSWER),
         Form::JsonSchema(schema) => {
             schema::check_bounds(field, schema)?;
-            named(json_grammar(schema.clone()), calls::ANSWER)
+            named(json_grammar(closed(schema)), calls::ANSWER)
         }
         Form::Regex(expression) => lark(format!("start: /{}/", regex_to_lark(expression, ""))),
         Form::Lark(text) if gbnf::is_gbnf(text) => {

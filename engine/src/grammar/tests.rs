@@ -9,6 +9,7 @@ use super::*;
 use crate::request::ToolChoice;
 use crate::text::tool_call::{FORMATS, Format};
 
+mod closed;
 mod corpus;
 mod hostile;
 
