@@ -49,10 +49,11 @@ pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
         return Ok(folder);
     }
     let unpack = || -> std::io::Result<()> {
-        fs::create_dir_all(&models)?;
+        steersman_files::create_private_folder(&models)?;
         let fresh = tempfile::Builder::new().prefix(".unpacking-").tempdir_in(&models)?;
+        steersman_files::give_to_owner_of_parent(fresh.path())?;
         for (name, bytes) in FILES {
-            fs::write(fresh.path().join(name), bytes)?;
+            steersman_files::replace_losable(&fresh.path().join(name), bytes)?;
         }
         if folder.exists() {
             fs::remove_dir_all(&folder)?;

@@ -96,20 +96,16 @@ pub fn tables(database: &impl ReadableDatabase) -> Result<Vec<String>, redb::Err
     Ok(names)
 }
 
-/// Opens the file, or creates it and its folders for this user only: the files of the server hold
+/// Opens the file, or creates it and its folders for their owner only: the files of the server hold
 /// parts of conversations. What exists keeps its mode.
 ///
 /// # Errors
 /// When it cannot be opened or created.
 pub fn open_private(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
     if let Some(folder) = path.parent() {
         steersman_files::create_private_folder(folder)?;
     }
-    options.open(path)
+    steersman_files::open_private(path, OpenOptions::new().read(true).write(true))
 }
 
 /// Bytes that the file takes. redb extends it ahead of need and leaves holes, so its length may be

@@ -16,14 +16,16 @@
 //! Files that grow (logs, traces, downloads, databases) are not replaced and have durability of
 //! their own.
 //!
-//! A file that root writes keeps the owner of the old one, and a new one has that of its folder: root
-//! looks after the data folder of a service, whose user must read what root wrote there.
+//! A file that root writes keeps the owner of the old one, and a new one has that of its folder, as in
+//! `create.rs`.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
+
+use crate::create::{check_link, create_private_folder, folder_of, keep_owner};
 
 /// Replaces the file at `path` atomically and durably. It keeps its permissions; a new one has
 /// those of the umask.
@@ -83,19 +85,10 @@ impl Replacement {
     }
 
     fn with(path: &Path, builder: &tempfile::Builder<'_, '_>) -> io::Result<Self> {
-        let is_foreign = is_link_of_another_user(path);
+        check_link(path)?;
         // A link remains: its target is replaced.
-        let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let file = builder.tempfile_in(folder_of(&target))?;
-        if is_foreign && is_roots(file.as_file()) {
-            // Whoever owns the folder would choose which file root writes.
-            let problem = format!(
-                "{} is a link of another user, which root does not follow; replace it by the file",
-                path.display()
-            );
-            return Err(io::Error::new(ErrorKind::PermissionDenied, problem));
-        }
-        let path = target;
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let file = builder.tempfile_in(folder_of(&path))?;
         let old = fs::metadata(&path).or_else(|_| fs::metadata(folder_of(&path)))?;
         keep_owner(file.as_file(), &old)?;
         Ok(Self { file, path })
@@ -125,83 +118,6 @@ impl Write for Replacement {
     fn flush(&mut self) -> io::Result<()> {
         self.file.flush()
     }
-}
-
-/// Opens the file at `path` for locking. If it is new, only its owner can access it; what it has stays.
-///
-/// # Errors
-/// When it cannot be opened or created.
-pub fn open_lock(path: &Path) -> io::Result<File> {
-    let mut options = File::options();
-    options.write(true);
-    #[cfg(unix)]
-    {
-        use rustix::fs::OFlags;
-        use std::os::unix::fs::OpenOptionsExt;
-        // Root may open a file in the folder of another user, who must not choose by a link which one that is, nor
-        // make it wait for the other end of a pipe.
-        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        options.mode(0o600).custom_flags(flags.bits().cast_signed());
-    }
-    match options.clone().create_new(true).open(path) {
-        Ok(file) => {
-            keep_owner(&file, &fs::metadata(folder_of(path))?)?;
-            Ok(file)
-        }
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => options.open(path),
-        Err(error) => Err(error),
-    }
-}
-
-/// Gives a file that root has just created the owner of `old`: the file before it, or its folder.
-#[cfg(unix)]
-fn keep_owner(file: &File, old: &fs::Metadata) -> io::Result<()> {
-    use std::os::unix::fs::{MetadataExt, fchown};
-    let created = file.metadata()?;
-    // No other user may give files away.
-    if created.uid() != 0 {
-        return Ok(());
-    }
-    if (old.uid(), old.gid()) != (created.uid(), created.gid()) {
-        // Root in a container may lack the right, or the owner be none that the container knows.
-        let _ = fchown(file, Some(old.uid()), Some(old.gid()));
-    }
-    Ok(())
-}
-
-/// Elsewhere there is no such owner.
-#[cfg(not(unix))]
-fn keep_owner(_: &File, _: &fs::Metadata) -> io::Result<()> {
-    Ok(())
-}
-
-#[cfg(unix)]
-fn is_link_of_another_user(path: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    fs::symlink_metadata(path).is_ok_and(|link| link.is_symlink() && link.uid() != 0)
-}
-
-/// Elsewhere there is no such owner.
-#[cfg(not(unix))]
-fn is_link_of_another_user(_: &Path) -> bool {
-    false
-}
-
-/// Whether root has created a file.
-#[cfg(unix)]
-fn is_roots(file: &File) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    file.metadata().is_ok_and(|metadata| metadata.uid() == 0)
-}
-
-#[cfg(not(unix))]
-fn is_roots(_: &File) -> bool {
-    false
-}
-
-/// The folder of a file; the working directory for a bare name.
-fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Waits until the names in `folder` are on disk.
@@ -237,17 +153,6 @@ pub fn remove(path: &Path) -> io::Result<bool> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
         removed => removed.map(|()| true),
     }
-}
-
-/// Creates a folder, if missing, that only its owner can access.
-///
-/// # Errors
-/// When it cannot be created.
-pub fn create_private_folder(folder: &Path) -> io::Result<()> {
-    let mut builder = fs::DirBuilder::new();
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.recursive(true).create(folder)
 }
 
 #[cfg(test)]
@@ -313,11 +218,6 @@ mod tests {
             fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
             chown(&path, Some(65534), Some(65533)).unwrap();
         }
-        let path = folder.path().join("keys.lock");
-        for _ in 0..2 {
-            open_lock(&path).unwrap();
-            assert_eq!(owner(&path), (65534, 65533, 0o600));
-        }
     }
 
     /// The owner of a folder would choose by a link which file root replaces there.
@@ -337,17 +237,5 @@ mod tests {
             assert!(error.contains("is a link of another user"), "{error}");
             assert_eq!(fs::read_to_string(&target).unwrap(), "own");
         }
-    }
-
-    #[cfg(unix)]
-    #[test]
-    fn a_lock_is_opened_through_no_link_and_keeps_what_it_has() {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, link) = (folder.path().join("lock"), folder.path().join("link"));
-        fs::write(&path, "kept").unwrap();
-        open_lock(&path).unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
-        std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert!(open_lock(&link).is_err());
     }
 }

@@ -101,7 +101,10 @@ impl Lines {
             return Ok(());
         }
         let Some(file) = &self.history else { return Ok(()) };
-        if let Err(error) = self.editor.append_history(file) {
+        // The editor gives a file that root creates to root.
+        let opened = steersman_files::open_private(file, OpenOptions::new().append(true));
+        let opened = opened.map_err(ReadlineError::from);
+        if let Err(error) = opened.and_then(|_| self.editor.append_history(file)) {
             screen.remark(&format!("the history {} is not saved: {error}", file.display()))?;
             self.history = None;
         }

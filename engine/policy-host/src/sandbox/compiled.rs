@@ -50,7 +50,17 @@ impl Compiled {
     /// # Errors
     /// If they cannot be created or read, or others have access to them.
     pub fn open(folder: &Path) -> io::Result<Self> {
-        file::create_private_folder(folder)?;
+        if let Some(parent) = folder.parent() {
+            file::create_private_folder(parent)?;
+        }
+        // As root, `create_private_folder` would give the folder away, and with it the code that root runs.
+        let mut builder = fs::DirBuilder::new();
+        #[cfg(unix)]
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        match builder.create(folder) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            created => created?,
+        }
         check_private(folder, &fs::metadata(folder)?)?;
         let path = folder.join(KEY);
         let mut key = [0; 32];
@@ -199,16 +209,25 @@ fn name(engine: &Engine, sha256: &[u8; 32]) -> String {
     hex::encode(hashed.0.finalize())
 }
 
-/// Refuses what others can read or write: they could put their own machine code there.
+/// Refuses what others can read or write, or own: they could put their own machine code there.
 fn check_private(path: &Path, metadata: &Metadata) -> io::Result<()> {
     #[cfg(unix)]
-    if std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o077 != 0 {
-        let problem =
-            format!("{} is accessible to others; remove it, or change its mode", path.display());
-        return Err(io::Error::new(ErrorKind::PermissionDenied, problem));
+    {
+        use std::os::unix::fs::{MetadataExt, PermissionsExt};
+        let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
+        let problem = match metadata.permissions().mode() & 0o077 {
+            0 if is_own => return Ok(()),
+            0 => "belongs to another user; remove it, or run this as that user",
+            _ => "is accessible to others; remove it, or change its mode",
+        };
+        let problem = format!("{} {problem}", path.display());
+        Err(io::Error::new(ErrorKind::PermissionDenied, problem))
     }
-    let _ = (path, metadata);
-    Ok(())
+    #[cfg(not(unix))]
+    {
+        let _ = (path, metadata);
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -242,6 +261,26 @@ mod tests {
             assert_eq!(mode(path), own | 0o040);
             fs::set_permissions(path, fs::Permissions::from_mode(own)).unwrap();
         }
+    }
+
+    /// Root ran the machine code that the user of a service had compiled, or put there.
+    #[cfg(unix)]
+    #[test]
+    fn root_runs_no_code_of_another_users_folder_and_gives_its_own_away_to_nobody() {
+        use std::os::unix::fs::{MetadataExt, chown};
+        let data = tempfile::tempdir().unwrap();
+        let folder = data.path().join("compiled");
+        if chown(data.path(), Some(65534), Some(65533)).is_err() {
+            // Only root may give files away.
+            return;
+        }
+        let file = compile(&Compiled::open(&folder).unwrap(), 1);
+        for path in [&folder, &folder.join(KEY), &file] {
+            assert_eq!(fs::metadata(path).unwrap().uid(), 0, "{}", path.display());
+        }
+        chown(&folder, Some(65534), Some(65533)).unwrap();
+        let error = Compiled::open(&folder).err().unwrap().to_string();
+        assert!(error.contains("compiled belongs to another user"), "{error}");
     }
 
     #[test]

@@ -106,12 +106,8 @@ struct Output {
 
 impl Output {
     fn open(path: &Path, limit: u64) -> io::Result<Self> {
-        let mut options = OpenOptions::new();
-        options.append(true).create(true);
         // With `trace_text` it contains conversations.
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options.open(path)?;
+        let file = steersman_files::open_private(path, OpenOptions::new().append(true))?;
         let metadata = file.metadata()?;
         // A device has no size, and stays where it is.
         let (bytes, limit) = if metadata.is_file() { (metadata.len(), limit) } else { (0, 0) };

@@ -165,7 +165,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 /// Writes a file at once, so that no other process reads a part of it.
 fn write(path: &Path, code: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().expect("it is in a folder");
-    fs::create_dir_all(folder)?;
+    steersman_files::create_private_folder(folder)?;
     delete_oldest(folder, FILES - 1)?;
     steersman_files::replace_private(path, &[&Sha256::digest(code)[..], code].concat())
 }
