@@ -34,14 +34,13 @@
 //! doctor/      its parts: chosen settings, files and network, what a chip can reach, the report for others; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! bench.rs, bench/ `steersman bench model`, times of a model's passes, and `bench shape`, checkpoints with random weights
-//! log.rs       the log on stderr
 //! program.rs   runs `steersman-policy` and `steersman-bench`, which are found beside this program
 //! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
 //! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman chat` and
-//! `steersman run` are [`steersman_chat`]. They link no MLX.
+//! `steersman run` are [`steersman_chat`]; the log is [`steersman_log`]. They link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
@@ -63,7 +62,6 @@ pub mod hub;
 pub mod keys;
 pub mod link;
 pub mod local;
-pub mod log;
 pub mod manage;
 pub mod mcp;
 mod media_type;

@@ -23,7 +23,7 @@ use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    cache, calibrate, check, doctor, exit, heap, keys, link, log, manage, serve, talk, verify,
+    cache, calibrate, check, doctor, exit, heap, keys, link, manage, serve, talk, verify,
 };
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
@@ -54,9 +54,9 @@ fn main() -> ExitCode {
         | Command::Run(_)
         | Command::Doctor(_)
         | Command::Init(_)
-        | Command::Check(_) => log::warnings_to_stderr(),
+        | Command::Check(_) => steersman_log::warnings_to_stderr(),
         Command::Serve(_) => {}
-        _ => log::to_stderr(),
+        _ => steersman_log::to_stderr(),
     }
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string);
@@ -107,9 +107,9 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 /// Does `work` with the log, and traces if they are on.
 fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
     match Traces::from_env()? {
-        None => log::to_stderr(),
+        None => steersman_log::to_stderr(),
         Some(traces) => {
-            log::to_stderr_and(traces.layer());
+            steersman_log::to_stderr_and(traces.layer());
             let done = work();
             drop(traces);
             return done;

@@ -21,7 +21,7 @@ use param::Param;
 pub use remote::url;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -33,7 +33,6 @@ use steersman_policy_host::{
     Bundle, CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer,
     Storage, Trust, schema_beside, shipped,
 };
-use tracing_subscriber::EnvFilter;
 
 /// How often work that takes long is reported.
 const PROGRESS: Duration = Duration::from_secs(5);
@@ -41,9 +40,6 @@ const PROGRESS: Duration = Duration::from_secs(5);
 /// From this size on, a component has an interpreter, whose compilation takes half a minute to a minute of processor
 /// time.
 const LARGE_BYTES: usize = 4 << 20;
-
-/// The default filter of the log; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,ureq=warn";
 
 /// The commands.
 #[derive(Subcommand)]
@@ -175,17 +171,6 @@ pub struct Selection {
     /// A parameter for calls that do not have it; `@FILE` is the text of a file. Can be repeated
     #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = param::parse)]
     params: Vec<Param>,
-}
-
-/// Sends the log of this process to stderr: as text, or as one JSON object a line if `STEERSMAN_LOG` is `json`. RUST_LOG
-/// filters it.
-pub fn log_to_stderr() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    match std::env::var("STEERSMAN_LOG") {
-        Ok(form) if form == "json" => log.json().flatten_event(true).init(),
-        _ => log.with_ansi(std::io::stderr().is_terminal()).init(),
-    }
 }
 
 /// Runs a command and writes its output to `out`. `storage` may cache compiled components; `url` is the address of

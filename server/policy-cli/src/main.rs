@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use serde::Deserialize;
-use steersman_policy_cli::{Task, log_to_stderr, run, url};
+use steersman_policy_cli::{Task, run, url};
 use steersman_policy_host::{PolicyConfig, Storage, compile_if_asked, this_program};
 
 /// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         return status;
     }
     let cli = Cli::parse();
-    log_to_stderr();
+    steersman_log::to_stderr();
     let Cli { config, data_dir, task } = cli;
     let storage = match data_dir.or_else(|| Some(dirs::data_dir()?.join("steersman"))) {
         Some(folder) => Storage::compile_cache(&folder),

@@ -117,7 +117,6 @@ const HOUSES: [House; 3] = [
             ("keys", "words"),
             ("link", "config keys"),
             ("local", "api config models serve"),
-            ("log", ""),
             ("manage", "bundled config hub models"),
             ("mcp", "config media_type words"),
             ("media_type", ""),

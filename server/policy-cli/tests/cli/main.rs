@@ -14,13 +14,19 @@ use tempfile::TempDir;
 
 /// Runs the command; what it prints to stdout and stderr, and whether it succeeds.
 fn run(arguments: &[&str]) -> (String, String, bool) {
+    run_with_log("", arguments)
+}
+
+/// As [`run`], with a filter of the log.
+fn run_with_log(filter: &str, arguments: &[&str]) -> (String, String, bool) {
     let data = tempfile::tempdir().unwrap();
     let output = Command::new(env!("CARGO_BIN_EXE_steersman-policy"))
         .args(arguments)
         .env("STEERSMAN_DATA_DIR", data.path())
+        .env("RUST_LOG", filter)
+        .env_remove("STEERSMAN_LOG")
         .env_remove("STEERSMAN_CONFIG")
         .env_remove("STEERSMAN_ADMIN_KEY")
-        .env_remove("RUST_LOG")
         .output()
         .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
@@ -51,6 +57,14 @@ fn folder(files: &[(&str, &str)]) -> TempDir {
 
 fn path(folder: &TempDir, name: &str) -> String {
     folder.path().join(name).to_str().unwrap().to_owned()
+}
+
+/// It silenced the log without a word, while the server reported it.
+#[test]
+fn a_log_filter_with_a_typo_is_reported() {
+    let (_, error, success) = run_with_log("infoo", &["check", "passthrough"]);
+    assert!(success, "{error}");
+    assert!(error.contains("RUST_LOG names no level: `infoo`"), "{error}");
 }
 
 /// A request whose reasoning loops. `default` closes the reasoning; `passthrough` does nothing.

@@ -1,4 +1,4 @@
-//! The log on stderr: `RUST_LOG` filters it, `STEERSMAN_LOG=json` writes objects.
+//! The log on stderr of `steersman` and `steersman-policy`: `RUST_LOG` filters it, `STEERSMAN_LOG=json` writes objects.
 
 mod line;
 
@@ -129,6 +129,6 @@ mod tests {
         check("info,foo=verbose", LOG, Some("cannot be used"));
         check("infoo", LOG, Some("`infoo` is none of"));
         check("hyper=debug,debgu", LOG, Some("`debgu` is none of"));
-        check("hyper=debug", "hyper=debug,steersman::log=warn", Some("leaves out"));
+        check("hyper=debug", "hyper=debug,steersman_log=warn", Some("leaves out"));
     }
 }
