@@ -2,7 +2,7 @@
 //!
 //! A path below the file names them: `model.gguf/config.json`. There are `config.json`, `tokenizer.json`,
 //! `tokenizer_config.json` and `generation_config.json`. `chat_template.jinja` is a file beside it, `model.jinja` for
-//! `model.gguf`: it takes precedence over the template in the file, and base models have none.
+//! `model.gguf` and for `model-00001-of-00002.gguf`: it takes precedence over the template in the file, and base models have none.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind};
@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::parts::Part;
 use crate::reader::Header;
 use crate::tokenizer::Vocabulary;
 
@@ -41,8 +42,14 @@ pub fn is_gguf(path: &Path) -> bool {
 
 /// The name of the model in a folder or in a GGUF file, for clients.
 pub fn name_of(path: &Path) -> String {
-    let name = if is_gguf(path) { path.file_stem() } else { path.file_name() };
-    name.unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+    let file = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    if !is_gguf(path) {
+        return file.into_owned();
+    }
+    match Part::of(&file) {
+        Some(part) => part.stem.into(),
+        None => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+    }
 }
 
 /// The GGUF file that `path` lies below, and the name of the file there.
@@ -74,7 +81,10 @@ pub fn read(path: &Path, name: &str) -> io::Result<Vec<u8>> {
 
 /// The template beside the file.
 pub fn template_beside(path: &Path) -> PathBuf {
-    path.with_extension("jinja")
+    match path.file_name().and_then(|name| Part::of(name.to_str()?)) {
+        Some(part) => path.with_file_name(format!("{}.jinja", part.stem)),
+        None => path.with_extension("jinja"),
+    }
 }
 
 /// Special tokens and chat templates.

@@ -8,6 +8,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `reader.rs` | the header: metadata and the places of tensors, checked |
+//! | `parts.rs` | models in several files |
 //! | `quants.rs` | types of tensors: to floats, or to MLX's affine format; which are exact |
 //! | `arch.rs` | the table of architectures: names of tensors, keys of `config.json`, what converters changed |
 //! | `model.rs`, `order.rs` | `config.json` and tensors of a file; the order of their rows |
@@ -28,6 +29,7 @@ mod error;
 pub mod files;
 mod model;
 mod order;
+mod parts;
 mod pre;
 pub mod quants;
 pub mod reader;
@@ -35,3 +37,4 @@ mod tokenizer;
 
 pub use error::{Error, Result};
 pub use model::{Data, Floats, Form, Model, Tensor};
+pub use parts::Part;

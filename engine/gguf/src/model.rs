@@ -1,7 +1,7 @@
 //! A GGUF file as a checkpoint: `config.json` and the tensors under MLX's names.
 
 use std::io::{Read, Seek, SeekFrom};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 
 use half::{bf16, f16};
@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 use crate::arch::{ARCHITECTURES, Architecture, Change, FACTORS, NEXT_TOKENS, OUTSIDE, Part};
 use crate::error::{Error, Result};
 use crate::order::Order;
+use crate::parts::joined;
 use crate::quants::{self, Codes, GROUP, Type};
 use crate::reader::{self, Entry, Header};
 
@@ -129,16 +130,21 @@ impl Facts<'_> {
 }
 
 impl Model {
-    /// Opens the file at `path`.
+    /// Opens the file at `path`, which is the first part of a model in parts.
     ///
     /// # Errors
     /// If it is damaged, or its architecture or one of its tensors is not supported.
     pub fn open(path: &Path) -> Result<Self> {
-        let header = Header::read(path)?;
+        let header = joined(Header::read(path)?)?;
         let architecture = architecture(&header)?;
         let mut model = Self { header, architecture, tensors: Vec::new() };
         model.tensors = model.map_tensors()?;
         Ok(model)
+    }
+
+    /// Its file, or those of its parts.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.header.files
     }
 
     /// Its weights.
@@ -388,7 +394,7 @@ impl Model {
         let failed = |error: std::io::Error| {
             Error::new(format!("tensor `{}` cannot be read: {error}", entry.name))
         };
-        let mut file = steersman_files::open(&self.header.path).map_err(failed)?;
+        let mut file = steersman_files::open(&self.header.files[entry.part]).map_err(failed)?;
         file.seek(SeekFrom::Start(entry.start)).map_err(failed)?;
         // The header was checked against the size of the file.
         let mut bytes = vec![0; entry.bytes];
@@ -591,11 +597,6 @@ fn architecture(header: &Header) -> Result<&'static Architecture> {
     let Some(name) = header.text("general.architecture")? else {
         return Err(Error::new("the metadata key `general.architecture` is missing"));
     };
-    if let Some(parts) = header.number("split.count")?.filter(|parts| *parts > 1) {
-        return Err(Error::new(format!(
-            "it is one of {parts} parts; join them with `llama-gguf-split --merge`"
-        )));
-    }
     ARCHITECTURES.iter().find(|known| known.name == name).ok_or_else(|| {
         let known: Vec<_> = ARCHITECTURES.iter().map(|known| known.name).collect();
         Error::new(format!(

@@ -1,4 +1,4 @@
-//! The header of a GGUF file: metadata by key, and name, type, shape and place of each tensor.
+//! The header of a GGUF file, or of a model in several: metadata by key, and name, type, shape and place of each tensor.
 //!
 //! Reads what stands before the weights, never the weights. Counts and lengths are bounded by constants and by the
 //! size of the file, and memory grows with what was read, not with what a length promises. A tensor that is listed
@@ -17,7 +17,7 @@ use crate::quants::Type;
 /// Most metadata keys. Files have some dozens.
 const KEYS: u64 = 1 << 16;
 /// Most tensors. The largest models have some thousands.
-const TENSORS: u64 = 1 << 17;
+pub(crate) const TENSORS: u64 = 1 << 17;
 /// Most bytes of a text: a chat template, a token, a name.
 const TEXT_BYTES: u64 = 1 << 24;
 /// Most elements of an array: a vocabulary, its merges.
@@ -59,19 +59,21 @@ pub struct Entry {
     pub kind: Type,
     /// Dimensions in the order of MLX: the last one is contiguous.
     pub shape: Vec<usize>,
-    /// First byte in the file.
+    /// First byte in its file.
     pub start: u64,
     /// Number of bytes.
     pub bytes: usize,
+    /// Index of its file in [`Header::files`].
+    pub part: usize,
 }
 
-/// The parsed header of a file.
+/// The parsed header of a file, or of all parts of a model.
 #[derive(Debug)]
 pub struct Header {
-    /// The file.
-    pub path: PathBuf,
+    /// The file, or those of all parts.
+    pub files: Vec<PathBuf>,
     values: HashMap<String, Value>,
-    /// Tensors in the order of the file.
+    /// Tensors in the order of the files.
     pub tensors: Vec<Entry>,
 }
 
@@ -84,7 +86,7 @@ impl Header {
         Self::read_with(path, LONG)
     }
 
-    /// [`Header::read`], with all elements.
+    /// [`Header::read`], with all elements. The first part of a model has all of its metadata.
     ///
     /// # Errors
     /// As [`Header::read`].
@@ -125,7 +127,7 @@ impl Header {
         for _ in 0..tensors {
             entries.push(source.entry()?);
         }
-        let mut header = Self { path: path.into(), values, tensors: entries };
+        let mut header = Self { files: vec![path.into()], values, tensors: entries };
         let alignment = match header.number("general.alignment")? {
             None => ALIGNMENT,
             Some(n) if n.is_power_of_two() && n <= 1 << 20 => n,
@@ -142,7 +144,7 @@ impl Header {
     fn place(&mut self, data: u64, alignment: u64, size: u64) -> Result<()> {
         let mut names = HashSet::new();
         for tensor in &mut self.tensors {
-            let Entry { name, kind, shape, start, bytes } = tensor;
+            let Entry { name, kind, shape, start, bytes, .. } = tensor;
             let of = |problem: String| Error::new(format!("tensor `{name}`: {problem}"));
             if !names.insert(name.clone()) {
                 return Err(of("it occurs twice".into()));
@@ -448,7 +450,7 @@ impl Source {
             Error::new(problem)
         })?;
         let start = self.u64()?;
-        Ok(Entry { name, kind, shape, start, bytes: 0 })
+        Ok(Entry { name, kind, shape, start, bytes: 0, part: 0 })
     }
 }
 

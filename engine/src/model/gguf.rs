@@ -4,7 +4,7 @@
 //! any case, they are from the file's own blocks, so that every type is exact in f32.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
@@ -19,14 +19,12 @@ use crate::nn::{Mode, Quantization};
 /// Arrays by name, and the quantization of layers by name without `.weight`.
 pub(super) type Arrays = (HashMap<String, Array>, HashMap<String, Quantization>);
 
-/// Reads all tensors of the file at `path`.
+/// Reads all tensors of the file at `path`, and of the parts beside it.
 ///
 /// # Errors
 /// [`Error::Config`] names the file, and what it has that is not supported.
 pub(super) fn arrays(path: &Path, storage: Storage) -> Result<Arrays> {
-    let problem = |error: steersman_gguf::Error| {
-        Error::Config(ConfigError::Model { path: path.into(), problem: error.to_string() })
-    };
+    let problem = |error: steersman_gguf::Error| problem(path, &error);
     let model = Model::open(path).map_err(problem)?;
     let (mut arrays, mut quantizations) = (HashMap::new(), HashMap::new());
     for (i, tensor) in model.tensors().iter().enumerate() {
@@ -56,6 +54,19 @@ pub(super) fn arrays(path: &Path, storage: Storage) -> Result<Arrays> {
         }
     }
     Ok((arrays, quantizations))
+}
+
+/// The file at `path`, or all parts of the model of which it is the first.
+///
+/// # Errors
+/// As [`arrays`].
+pub(super) fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    let model = Model::open(path).map_err(|error| problem(path, &error))?;
+    Ok(model.files().to_vec())
+}
+
+fn problem(path: &Path, error: &steersman_gguf::Error) -> Error {
+    Error::Config(ConfigError::Model { path: path.into(), problem: error.to_string() })
 }
 
 /// The form that [`Storage`] asks for.

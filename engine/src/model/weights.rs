@@ -91,7 +91,7 @@ impl From<QuantizationKeys> for Quantization {
 
 impl Weights {
     /// Opens every `*.safetensors` of `folder` that its index names (all, if there is no index), and
-    /// `mtp*.safetensors`, which converters add without listing them. A GGUF file is read whole.
+    /// `mtp*.safetensors`, which converters add without listing them. A GGUF file is read whole, with its parts.
     ///
     /// Tensors are cast to `dtype` when they are taken.
     ///
@@ -100,10 +100,14 @@ impl Weights {
     /// `config.json`.
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, storage: Storage) -> Result<Self> {
         let (mut arrays, mut mixed) = (HashMap::new(), HashMap::new());
-        if files::is_gguf(folder) {
-            (arrays, mixed) = gguf::arrays(folder, storage)?;
-        }
-        for path in shards(folder)?.into_iter().filter(|path| path != folder) {
+        let paths = match files::is_gguf(folder) {
+            true => {
+                (arrays, mixed) = gguf::arrays(folder, storage)?;
+                Vec::new()
+            }
+            false => shards(folder)?,
+        };
+        for path in paths {
             let problem =
                 |problem| Error::Config(ConfigError::Model { path: path.clone(), problem });
             check::layout(&path).map_err(problem)?;
@@ -548,10 +552,10 @@ fn inferred(all: Quantization, inputs: Option<i32>, columns: i32, groups: i32) -
     if is_known { found } else { all }
 }
 
-/// The weight files of a folder, sorted; a GGUF file is its own. Fails if there are none or one of the index is missing.
+/// The weight files of a folder, sorted; a GGUF file is its own, or one of several. Fails if there are none or one of the index is missing.
 pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     if files::is_gguf(folder) {
-        return Ok(vec![folder.to_path_buf()]);
+        return gguf::files(folder);
     }
     #[derive(Deserialize)]
     struct Index {

@@ -37,7 +37,7 @@ pub struct Facts {
     pub parameters: u64,
     /// Type of its weights: `4 bits in groups of 64`, `BF16`.
     pub quantization: String,
-    /// Files of the folder with their bytes, by name.
+    /// Files of the folder, or the parts of a GGUF file, with their bytes, by name.
     pub files: Vec<(String, u64)>,
     /// Bytes of the weights that a token reads, as they are in the files: of experts, those that are chosen.
     pub token_bytes: u64,
@@ -121,7 +121,12 @@ impl Facts {
             context: of("max_position_embeddings").and_then(Value::as_u64),
             parameters: 0,
             quantization: String::new(),
-            files: if gguf.is_some() { vec![of_file(folder)?] } else { files(folder)? },
+            files: match &gguf {
+                Some(model) => {
+                    model.files().iter().map(|file| of_file(file)).collect::<Result<_>>()?
+                }
+                None => files(folder)?,
+            },
             token_bytes: 0,
             tensors: Tensors::default(),
             cache: CacheShape::of(text),

@@ -15,7 +15,7 @@
 //! cache.rs    the folder of a repo in the cache
 //! client.rs   requests to the hub: limits, redirects, the token
 //! plan.rs     which files a download consists of
-//! gguf.rs     which GGUF file of a repo, and whether it can be loaded, by its header
+//! gguf.rs     which GGUF files of a repo, and whether it can be loaded, by its header
 //! transfer.rs gets them, continues, verifies
 //! ```
 
@@ -178,7 +178,7 @@ impl Hub {
         Ok(plan)
     }
 
-    /// Plans the download of a GGUF file, and checks its header.
+    /// Plans the download of a GGUF file with its parts, and checks their headers.
     fn plan_gguf(
         &self,
         client: &Client,
@@ -188,12 +188,13 @@ impl Hub {
     ) -> Result<()> {
         let repo_id = plan.repo_id.clone();
         let names: Vec<_> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
-        let name = gguf::choose(&names, tag).map_err(|problem| anyhow!("{repo_id}: {problem}"))?;
-        let file = info.siblings.iter().find(|file| file.rfilename == name);
-        let file = plan.wanted(file.context("the file is one of the repo")?)?;
-        plan.set_gguf(file.clone())?;
-        if !plan.has(&file) {
-            let checked = gguf::check(client, plan, &file);
+        let parts = gguf::choose(&names, tag).map_err(|problem| anyhow!("{repo_id}: {problem}"))?;
+        let of_repo = |name: &&str| info.siblings.iter().find(|file| file.rfilename == *name);
+        let parts = parts.iter().filter_map(of_repo).map(|file| plan.wanted(file));
+        let parts = parts.collect::<Result<_>>()?;
+        plan.set_gguf(parts)?;
+        if !plan.files.iter().all(|file| plan.has(file)) {
+            let checked = gguf::check(client, plan);
             checked.map_err(|failure| self.explain_failure(failure, &repo_id))?;
         }
         Ok(())

@@ -1,17 +1,17 @@
-//! GGUF files of a repo: which of them a quantization names, and whether the engine can load it, by
-//! its header.
+//! GGUF files of a repo: which of them a quantization names, and whether the engine can load them, by
+//! their headers.
 //!
-//! A repo has one file for each quantization, `NAME-Q4_K_M.gguf`. Files in parts, and the
-//! projectors for images beside them (`mmproj`), are no models that can be loaded.
+//! A repo has one file for each quantization, `NAME-Q4_K_M.gguf`, or several parts of it,
+//! `NAME-Q4_K_M-00001-of-00002.gguf`. The projectors for images beside them (`mmproj`) are no models.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{Read, Seek};
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
 use steersman_files::FilePath;
-use steersman_gguf::Model;
+use steersman_gguf::{Model, Part};
 
 use super::client::{Client, HubError};
 use super::plan::{Plan, Wanted};
@@ -58,23 +58,47 @@ fn is_model(file: &str) -> bool {
     is_name(&name) && !name.contains("mmproj") && !name.contains("imatrix")
 }
 
-/// The name of a file without folders, ending and number of the part, and the number of parts.
-fn stem(file: &str) -> (&str, u32) {
-    let name = file.rsplit('/').next().unwrap_or(file);
-    let name = name.get(..name.len().saturating_sub(".gguf".len())).unwrap_or(name);
-    let in_parts = || {
-        let (rest, count) = name.rsplit_once("-of-")?;
-        let (stem, number) = rest.rsplit_once('-')?;
-        number.parse::<u32>().ok()?;
-        Some((stem, count.parse().ok()?))
-    };
-    in_parts().unwrap_or((name, 1))
+/// The name of a file without folders.
+fn name_in_folder(file: &str) -> &str {
+    file.rsplit('/').next().unwrap_or(file)
+}
+
+/// The name of a file without folders, ending and number of the part.
+fn stem(file: &str) -> &str {
+    let name = name_in_folder(file);
+    match Part::of(name) {
+        Some(part) => part.stem,
+        None => name.get(..name.len().saturating_sub(".gguf".len())).unwrap_or(name),
+    }
+}
+
+/// The files of each model, in the order of their parts. Some may be missing.
+fn models<'a>(files: &[&'a str]) -> Vec<Vec<&'a str>> {
+    let mut models: BTreeMap<(&str, u32), BTreeMap<u32, &'a str>> = BTreeMap::new();
+    for file in files.iter().copied().filter(|file| is_model(file)) {
+        let (model, number) = match Part::of(name_in_folder(file)) {
+            // With its folder, and up to the number.
+            Some(part) => {
+                let folder = file.len() - name_in_folder(file).len();
+                ((&file[..folder + part.stem.len()], part.count), part.number)
+            }
+            None => ((file, 1), 1),
+        };
+        models.entry(model).or_default().insert(number, file);
+    }
+    models.into_values().map(|parts| parts.into_values().collect()).collect()
+}
+
+/// The number of files that a model has.
+fn count(files: &[&str]) -> usize {
+    let part = files.first().and_then(|file| Part::of(name_in_folder(file)));
+    part.map_or(1, |part| part.count as usize)
 }
 
 /// The quantization in the name of a file, or the name if it has none: `Q4_K_M`, `UD-Q4_K_XL`,
 /// `BF16`.
 fn tag(file: &str) -> &str {
-    let (stem, _) = stem(file);
+    let stem = stem(file);
     let Some(at) = stem.rfind(['-', '.']) else { return stem };
     let (before, last) = (&stem[..at], &stem[at + 1..]);
     if !is_quantization(last) {
@@ -97,29 +121,30 @@ fn is_quantization(text: &str) -> bool {
 /// Whether a user who writes `asked` means this file: by its quantization or by its name.
 fn is_meant(file: &str, asked: &str) -> bool {
     let own = tag(file);
-    let names = [own, own.strip_prefix("UD-").unwrap_or(own), stem(file).0, file];
+    let names = [own, own.strip_prefix("UD-").unwrap_or(own), stem(file), file];
     names.iter().any(|name| name.eq_ignore_ascii_case(asked))
 }
 
-/// The file that `asked` names, or the default one.
+/// The file that `asked` names, or the default one; of one in parts, all of them.
 ///
 /// # Errors
-/// If there is none, or it is in parts; with what there is.
-pub fn choose<'a>(files: &[&'a str], asked: Option<&str>) -> Result<&'a str, String> {
-    let models: Vec<&str> = files.iter().copied().filter(|file| is_model(file)).collect();
-    let whole: Vec<&str> = models.iter().copied().filter(|file| stem(file).1 == 1).collect();
-    let tags: BTreeSet<&str> = whole.iter().map(|file| tag(file)).collect();
+/// If there is none, or a part of it is missing; with what there is.
+pub fn choose<'a>(files: &[&'a str], asked: Option<&str>) -> Result<Vec<&'a str>, String> {
+    let models = models(files);
+    let (whole, cut): (Vec<_>, Vec<_>) =
+        models.iter().partition(|files| files.len() == count(files));
+    let tags: BTreeSet<&str> = whole.iter().map(|files| tag(files[0])).collect();
     let list = || match tags.len() {
         0 => "it has no GGUF file that is whole".to_string(),
         _ => format!("it has {}", Vec::from_iter(tags.iter().copied()).join(", ")),
     };
     // `Q4_K_M` is not `UD-Q4_K_M` if there are both: the shorter name.
     let named = |asked: &str| {
-        let meant = whole.iter().copied().filter(|file| is_meant(file, asked));
-        meant.min_by_key(|file| (file.len(), *file))
+        let meant = whole.iter().filter(|files| is_meant(files[0], asked));
+        meant.min_by_key(|files| (files[0].len(), files[0])).map(|files| files.to_vec())
     };
     let Some(asked) = asked else {
-        let only = whole.first().copied().filter(|_| whole.len() == 1);
+        let only = whole.first().filter(|_| whole.len() == 1).map(|files| files.to_vec());
         return DEFAULTS.into_iter().find_map(named).or(only).ok_or_else(|| {
             match models.is_empty() {
                 true => "it has no GGUF file of a model".into(),
@@ -128,13 +153,9 @@ pub fn choose<'a>(files: &[&'a str], asked: Option<&str>) -> Result<&'a str, Str
         });
     };
     named(asked).ok_or_else(|| {
-        if let Some(file) = models.iter().find(|file| is_meant(file, asked)) {
-            let (_, parts) = stem(file);
-            return format!(
-                "`{asked}` is in {parts} parts, which cannot be loaded: download them, join them \
-                 with `llama-gguf-split --merge` and name the file; {}",
-                list()
-            );
+        if let Some(files) = cut.iter().find(|files| is_meant(files[0], asked)) {
+            let (here, parts) = (files.len(), count(files));
+            return format!("`{asked}` is in {parts} parts, of which there are {here}; {}", list());
         }
         let near = near(asked, &Vec::from_iter(tags.iter().copied()));
         let advice = match near.is_empty() {
@@ -145,20 +166,22 @@ pub fn choose<'a>(files: &[&'a str], asked: Option<&str>) -> Result<&'a str, Str
     })
 }
 
-/// The GGUF file in a snapshot that `asked` names, or the default one.
+/// The GGUF file in a snapshot that `asked` names, or the default one; of one in parts, the first.
 pub fn in_folder(snapshot: &Path, asked: Option<&str>) -> Option<PathBuf> {
     let files = files_in(snapshot);
     let names: Vec<_> = files.iter().map(String::as_str).collect();
-    let file = choose(&names, asked).ok()?;
-    Some(FilePath::new(file).ok()?.within(snapshot))
+    let files = choose(&names, asked).ok()?;
+    Some(FilePath::new(files.first()?).ok()?.within(snapshot))
 }
 
-/// The GGUF files of a snapshot that are whole models, with their quantizations.
+/// The GGUF files of a snapshot that are whole models, or the first parts of such, with their quantizations.
 pub fn all_in(snapshot: &Path) -> Vec<(String, PathBuf)> {
     let files = files_in(snapshot);
-    let whole = files.iter().filter(|file| is_model(file) && stem(file).1 == 1);
-    let paths = whole.filter_map(|file| {
-        Some((tag(file).to_string(), FilePath::new(file).ok()?.within(snapshot)))
+    let names: Vec<_> = files.iter().map(String::as_str).collect();
+    let models = models(&names);
+    let whole = models.iter().filter(|files| files.len() == count(files));
+    let paths = whole.filter_map(|files| {
+        Some((tag(files[0]).to_string(), FilePath::new(files[0]).ok()?.within(snapshot)))
     });
     paths.collect()
 }
@@ -183,52 +206,75 @@ fn files_in(folder: &Path) -> Vec<String> {
     files
 }
 
-/// Gets the beginning of a file, which the download continues, and checks that the engine can load
-/// it: its architecture, and names and types of its tensors. What arrived of another file is
-/// deleted.
+/// Gets the beginnings of the files of `plan`, which the download continues, and checks that the engine can load
+/// them: their architecture, that they are the parts of one model, and names and types of tensors. What arrived of
+/// other files is deleted.
 ///
 /// # Errors
-/// If it cannot be loaded, with the reason; if the network fails.
-pub fn check(client: &Client, plan: &Plan, file: &Wanted) -> Result<(), Failure> {
-    let of = || format!("{} of {}", file.name, plan.repo_id);
-    let mut wanted = HEADER_BYTES;
-    let (header, bytes) = loop {
-        let mut part = transfer::get_beginning(client, plan, file, wanted)?;
-        let here = part.metadata().map_err(HubError::Cache)?.len();
-        let mut bytes = Vec::new();
-        part.rewind().map_err(HubError::Cache)?;
-        let read = part.take(MOST_HEADER_BYTES).read_to_end(&mut bytes);
-        read.map_err(HubError::Cache)?;
-        let end = header_end(&bytes);
-        if end.is_some()
-            || file.size.is_some_and(|size| here >= size)
-            || wanted >= MOST_HEADER_BYTES
-        {
-            break (end.unwrap_or(bytes.len()), bytes);
-        }
-        wanted *= 2;
-    };
-    let size = file.size.unwrap_or(UNKNOWN_BYTES).max(header as u64);
-    let opened = can_be_loaded(&bytes[..header], size).with_context(of);
+/// If they cannot be loaded, with the reason; if the network fails.
+pub fn check(client: &Client, plan: &Plan) -> Result<(), Failure> {
+    let mut headers = Vec::new();
+    for file in &plan.files {
+        headers.push(header(client, plan, file)?);
+    }
+    let names: Vec<_> = plan.files.iter().map(|file| file.name.as_str()).collect();
+    let opened = can_be_loaded(&headers)
+        .with_context(|| format!("{} of {}", names.first().unwrap_or(&""), plan.repo_id));
     if opened.is_err() {
-        let _ = fs::remove_file(plan.folder.part(&file.blob));
+        for file in &plan.files {
+            let _ = fs::remove_file(plan.folder.part(&file.blob));
+        }
     }
     Ok(opened?)
 }
 
-/// Checks the header of a file of `size` bytes.
-fn can_be_loaded(header: &[u8], size: u64) -> anyhow::Result<()> {
-    let write = || -> std::io::Result<tempfile::NamedTempFile> {
-        let mut file = tempfile::NamedTempFile::new()?;
-        std::io::Write::write_all(&mut file, header)?;
-        // The weights are a hole: they are not read.
-        File::set_len(file.as_file(), size)?;
-        Ok(file)
+/// The header of a file and the size of the file.
+fn header(client: &Client, plan: &Plan, file: &Wanted) -> Result<(Vec<u8>, u64), Failure> {
+    let mut wanted = HEADER_BYTES;
+    loop {
+        let mut begin = match plan.has(file) {
+            true => File::open(file.path.within(&plan.snapshot)).map_err(HubError::Cache)?,
+            false => transfer::get_beginning(client, plan, file, wanted)?,
+        };
+        let mut bytes = Vec::new();
+        begin.rewind().map_err(HubError::Cache)?;
+        begin.take(wanted).read_to_end(&mut bytes).map_err(HubError::Cache)?;
+        let end = header_end(&bytes);
+        let is_whole = file.size.is_some_and(|size| bytes.len() as u64 >= size);
+        if end.is_some() || is_whole || wanted >= MOST_HEADER_BYTES {
+            bytes.truncate(end.unwrap_or(bytes.len()));
+            let size = file.size.unwrap_or(UNKNOWN_BYTES).max(bytes.len() as u64);
+            return Ok((bytes, size));
+        }
+        wanted *= 2;
+    }
+}
+
+/// Checks the headers of the parts of a model, each with the size of its file.
+fn can_be_loaded(headers: &[(Vec<u8>, u64)]) -> anyhow::Result<()> {
+    let write = || -> std::io::Result<tempfile::TempDir> {
+        let folder = tempfile::tempdir()?;
+        for (i, (header, size)) in headers.iter().enumerate() {
+            let mut file = File::create(folder.path().join(part_name(i, headers.len())))?;
+            file.write_all(header)?;
+            // The weights are a hole: they are not read.
+            file.set_len(*size)?;
+        }
+        Ok(folder)
     };
-    let file = write().context("writing the header to a temporary file")?;
-    let model = Model::open(file.path()).map_err(|problem| anyhow!("{problem}"))?;
+    let folder = write().context("writing the header to a temporary file")?;
+    let model = Model::open(&folder.path().join(part_name(0, headers.len())));
+    let model = model.map_err(|problem| anyhow!("{problem}"))?;
     model.config().map_err(|problem| anyhow!("{problem}"))?;
     Ok(())
+}
+
+/// A name of the part `i` of `count`.
+fn part_name(i: usize, count: usize) -> String {
+    match count {
+        1 => "model.gguf".into(),
+        _ => format!("model-{:05}-of-{count:05}.gguf", i + 1),
+    }
 }
 
 /// The end of the header of a file; `None` if it continues after `bytes`. A damaged one ends here,
@@ -329,20 +375,26 @@ mod tests {
             (Some("Tiny-1B-IQ2_XS"), "Tiny-1B-IQ2_XS.gguf"),
             (Some("Tiny-1B-IQ2_XS.gguf"), "Tiny-1B-IQ2_XS.gguf"),
         ] {
-            assert_eq!(choose(&FILES, asked), Ok(expected), "{asked:?}");
+            assert_eq!(choose(&FILES, asked), Ok(vec![expected]), "{asked:?}");
         }
-        assert_eq!(choose(&["some.gguf"], None), Ok("some.gguf"));
-        assert_eq!(choose(&["a.q5_k_m.gguf", "a.f16.gguf"], None), Ok("a.q5_k_m.gguf"));
+        assert_eq!(choose(&["some.gguf"], None), Ok(vec!["some.gguf"]));
+        assert_eq!(choose(&["a.q5_k_m.gguf", "a.f16.gguf"], None), Ok(vec!["a.q5_k_m.gguf"]));
+        // All parts of one, in their order.
+        for asked in ["BF16", "Tiny-1B-BF16", FILES[4]] {
+            let files = [FILES[5], FILES[0], FILES[4]];
+            assert_eq!(choose(&files, Some(asked)), Ok(FILES[4..6].to_vec()), "{asked}");
+        }
+        assert_eq!(choose(&FILES[4..], None), Ok(FILES[4..6].to_vec()));
     }
 
     #[test]
     fn what_cannot_be_chosen_is_named_with_what_there_is() {
         for (files, asked, words) in [
-            (&FILES[..], Some("BF16"), "in 2 parts, which cannot be loaded"),
-            (&FILES, Some("BF16"), "it has IQ2_XS, Q4_K_M, Q8_0, UD-Q4_K_M"),
+            (&FILES[..5], Some("BF16"), "`BF16` is in 2 parts, of which there are 1"),
+            (&FILES[..5], Some("BF16"), "it has IQ2_XS, Q4_K_M, Q8_0, UD-Q4_K_M"),
             (&FILES, Some("Q4_K_L"), "did you mean Q4_K_M"),
             (&FILES, Some("F16"), "there is no GGUF file `F16`"),
-            (&FILES[4..], None, "it has no GGUF file that is whole"),
+            (&FILES[5..], None, "it has no GGUF file that is whole"),
             (&FILES[6..], None, "it has no GGUF file of a model"),
             (&["a-IQ2_S.gguf", "a-IQ1_S.gguf"], None, "name a quantization"),
         ] {

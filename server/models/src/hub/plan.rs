@@ -65,7 +65,7 @@ pub struct Plan {
     pub(super) folder: RepoFolder,
     /// The files that a model needs.
     pub files: Vec<Wanted>,
-    /// The GGUF file that is the model.
+    /// The GGUF file that is the model, or its first part.
     gguf: Option<FilePath>,
 }
 
@@ -124,7 +124,7 @@ impl Plan {
         Ok(Self { repo_id, sha, snapshot, folder, files: Vec::new(), gguf: None })
     }
 
-    /// The folder with the files, or the GGUF file.
+    /// The folder with the files, or the GGUF file or its first part.
     pub fn model(&self) -> PathBuf {
         self.gguf.as_ref().map_or_else(|| self.snapshot.clone(), |file| file.within(&self.snapshot))
     }
@@ -134,13 +134,13 @@ impl Plan {
         self.gguf.is_some()
     }
 
-    /// Makes the GGUF file `file` the only one.
+    /// Makes a GGUF file, or the parts of one in their order, the only files.
     ///
     /// # Errors
     /// As [`Plan::set_files`].
-    pub fn set_gguf(&mut self, file: Wanted) -> Result<()> {
-        self.gguf = Some(file.path.clone());
-        self.set_files(vec![file])
+    pub fn set_gguf(&mut self, parts: Vec<Wanted>) -> Result<()> {
+        self.gguf = parts.first().map(|file| file.path.clone());
+        self.set_files(parts)
     }
 
     /// Checks by `config.json`, which is here, that the family of the model is one of `families`. A GGUF file has been

@@ -274,6 +274,15 @@ pub fn gguf(name: &str, bytes: u64) -> Vec<u8> {
 
 /// As [`gguf`], with the type `kind` of its tensor: 0 is F32, 16 is IQ2_XXS.
 fn gguf_of(name: &str, bytes: u64, kind: u32) -> Vec<u8> {
+    gguf_with(name, ("token_embd.weight", bytes, kind), &[])
+}
+
+/// A GGUF file of the architecture `name` with one tensor, by name, bytes and type, and with further metadata.
+fn gguf_with(
+    name: &str,
+    (tensor, bytes, kind): (&str, u64, u32),
+    further: &[(&str, u32)],
+) -> Vec<u8> {
     const U32: u32 = 4;
     const TEXT: u32 = 8;
     let mut file = b"GGUF".to_vec();
@@ -284,18 +293,19 @@ fn gguf_of(name: &str, bytes: u64, kind: u32) -> Vec<u8> {
     file.extend(3_u32.to_le_bytes());
     // Tensors and keys.
     file.extend(1_u64.to_le_bytes());
-    file.extend(4_u64.to_le_bytes());
+    file.extend((4 + further.len() as u64).to_le_bytes());
     text(&mut file, "general.architecture");
     file.extend(TEXT.to_le_bytes());
     text(&mut file, name);
-    for (key, value) in
-        [("block_count", 1_u32), ("embedding_length", 32), ("attention.head_count", 1)]
-    {
-        text(&mut file, &format!("{name}.{key}"));
+    let own = [("block_count", 1_u32), ("embedding_length", 32), ("attention.head_count", 1)];
+    let own = own.map(|(key, value)| (format!("{name}.{key}"), value));
+    let further = further.iter().map(|(key, value)| (key.to_string(), *value));
+    for (key, value) in own.into_iter().chain(further) {
+        text(&mut file, &key);
         file.extend(U32.to_le_bytes());
         file.extend(value.to_le_bytes());
     }
-    text(&mut file, "token_embd.weight");
+    text(&mut file, tensor);
     file.extend(2_u32.to_le_bytes());
     file.extend(32_u64.to_le_bytes());
     file.extend((bytes / (32 * 4)).to_le_bytes());
@@ -329,6 +339,36 @@ fn a_gguf_file_of_a_repo_is_downloaded_by_its_quantization() {
     assert_eq!(hub.cached("owner/tiny").unwrap(), file, "the default stays what it was");
     let error = format!("{:#}", hub.plan("owner/tiny:Q6_K").unwrap_err());
     assert!(error.contains("there is no GGUF file `Q6_K`; "), "{error}");
+}
+
+/// Files in parts were refused, with the advice to join them by hand.
+#[test]
+fn a_gguf_file_in_parts_is_downloaded_and_listed_as_one() {
+    let cache = tempfile::tempdir().unwrap();
+    let part = |no: u32, tensor| {
+        let split = [("split.no", no), ("split.count", 2), ("split.tensors.count", 2)];
+        text(gguf_with("llama", (tensor, 4096, 0), &split))
+    };
+    let names = ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"];
+    let (one, two) = (part(0, "token_embd.weight"), part(1, "output.weight"));
+    let (fake_hub, hub) = fake(&[(names[1], two), (names[0], one)]).start(cache.path());
+    let first = hub.fetch("owner/tiny:Q8_0", KNOWN).unwrap();
+    assert_eq!(fake_hub.downloaded(), names);
+    assert!(first.ends_with(names[0]), "{}", first.display());
+    assert_eq!(hub.cached("owner/tiny:Q8_0").unwrap(), first);
+    let listed = crate::snapshots::list(&hub).unwrap();
+    assert_eq!(listed[0].models, [(Some("Q8_0".into()), first.clone())]);
+    let facts = crate::facts::Facts::read(&first).unwrap();
+    assert_eq!(facts.parameters, 2 * 4096 / 4);
+    assert_eq!(facts.file_bytes(), (one.len() + two.len()) as u64);
+    // One that is missing is downloaded alone.
+    std::fs::remove_file(first.with_file_name(names[1])).unwrap();
+    assert_eq!(hub.cached("owner/tiny:Q8_0"), None);
+    assert_eq!(hub.fetch("owner/tiny:Q8_0", KNOWN).unwrap(), first);
+    // Another model's part is refused by its header.
+    let (_, other) = fake(&[(names[0], one), (names[1], one)]).start(&cache.path().join("other"));
+    let error = format!("{:#}", other.fetch("owner/tiny:Q8_0", KNOWN).unwrap_err());
+    assert!(error.contains("it is part 1 of 2; download it again"), "{error}");
 }
 
 #[test]
