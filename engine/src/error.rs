@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
+use steersman_gguf::files::on_disk;
 use steersman_policy_host as policy;
 
 pub use crate::store::StoreError;
@@ -195,9 +196,9 @@ pub enum ConfigError {
         problem: String,
     },
     /// A file of the model is missing, damaged or of an unknown kind.
-    #[error("{path}: {problem}")]
+    #[error("{}: {problem}", on_disk(path).display())]
     Model {
-        /// The file or folder.
+        /// The file or folder. Below a GGUF file it is one that the file stands for, and that no user knows.
         path: PathBuf,
         /// What is wrong and what to do.
         problem: String,
@@ -249,5 +250,27 @@ impl From<steersman_jinja::RenderError> for Error {
 impl From<policy::Failure> for Error {
     fn from(failure: policy::Failure) -> Self {
         Self::Policy(failure.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The user of `x.gguf` read of `x.gguf/config.json`, which is nowhere.
+    #[test]
+    fn a_problem_of_a_model_names_the_file_that_the_user_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let gguf = folder.path().join("x.gguf");
+        std::fs::write(&gguf, "GGUF").unwrap();
+        for (path, shown) in [
+            (gguf.join("config.json"), &gguf),
+            (gguf.join("chat_template.jinja"), &folder.path().join("x.jinja")),
+            (gguf.clone(), &gguf),
+            (folder.path().join("config.json"), &folder.path().join("config.json")),
+        ] {
+            let error = ConfigError::Model { path, problem: "has no layers".into() };
+            assert_eq!(error.to_string(), format!("{}: has no layers", shown.display()));
+        }
     }
 }

@@ -32,6 +32,9 @@ const ENDS: [&str; 12] = [
     "<EOT>",
 ];
 
+/// The chat template of a folder.
+const TEMPLATE: &str = "chat_template.jinja";
+
 /// Most bytes of the template beside a file.
 const TEMPLATE_BYTES: u64 = 16 << 20;
 
@@ -58,6 +61,15 @@ pub fn within(path: &Path) -> Option<(&Path, &str)> {
     Some((file, path.strip_prefix(file).ok()?.to_str()?))
 }
 
+/// The file that `path` is read from: below a GGUF file, that file, or the template beside it.
+pub fn on_disk(path: &Path) -> PathBuf {
+    match within(path) {
+        Some((file, TEMPLATE)) => template_beside(file),
+        Some((file, _)) => file.into(),
+        None => path.into(),
+    }
+}
+
 /// The bytes of the file `name` of the folder that the GGUF file at `path` stands for.
 ///
 /// # Errors
@@ -74,7 +86,7 @@ pub fn read(path: &Path, name: &str) -> io::Result<Vec<u8>> {
         }
         "tokenizer_config.json" => json(tokenizer_config(path)),
         "generation_config.json" => json(generation_config(path)),
-        "chat_template.jinja" => steersman_files::read(&template_beside(path), TEMPLATE_BYTES),
+        TEMPLATE => steersman_files::read(&template_beside(path), TEMPLATE_BYTES),
         _ => Err(ErrorKind::NotFound.into()),
     }
 }

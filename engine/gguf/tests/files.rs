@@ -242,4 +242,10 @@ fn a_template_beside_the_file_is_read() {
     fs::write(folder.path().join("m.jinja"), "x").unwrap();
     assert_eq!(files::read(&path, "chat_template.jinja").unwrap(), b"x");
     assert_eq!(files::within(folder.path()), None);
+    assert_eq!(files::on_disk(&template), folder.path().join("m.jinja"));
+    assert_eq!(files::on_disk(&path.join("config.json")), path);
+    assert_eq!(
+        files::on_disk(&folder.path().join("config.json")),
+        folder.path().join("config.json")
+    );
 }

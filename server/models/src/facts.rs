@@ -103,9 +103,10 @@ impl Facts {
     /// Names the file that is missing or not what it should be.
     pub fn read(folder: &Path) -> Result<Self> {
         let gguf = gguf_files::is_gguf(folder).then(|| Model::open(folder)).transpose();
-        let gguf = gguf.with_context(|| format!("reading {}", folder.display()))?;
+        let reading = || format!("reading {}", folder.display());
+        let gguf = gguf.with_context(reading)?;
         let config = match &gguf {
-            Some(model) => match model.config()? {
+            Some(model) => match model.config().with_context(reading)? {
                 Value::Object(keys) => keys,
                 _ => Map::new(),
             },
