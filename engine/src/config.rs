@@ -433,6 +433,17 @@ impl Config {
     }
 }
 
+/// What is to be said of an `engine.context` of `configured` tokens if a model's context has only `model`: less is no
+/// problem, as several models share the limit.
+pub fn context_note(configured: usize, model: usize) -> Option<String> {
+    (configured > model).then(|| {
+        format!(
+            "engine.context: is {configured}, the context of the model has {model} tokens, which are the limit; 0 is the \
+             model's own"
+        )
+    })
+}
+
 fn at_least(field: &'static str, value: u64, least: u64) -> Option<Error> {
     (value < least).then(|| out_of_range(field, format!("is {value}, must be at least {least}")))
 }

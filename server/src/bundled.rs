@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 /// Name of the model for clients.
 pub const NAME: &str = "tiny-hybrid-4bit";
@@ -66,6 +67,13 @@ pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
     };
     unpack().with_context(|| format!("unpacking the bundled model to {}", folder.display()))?;
     Ok(folder)
+}
+
+/// Tokens of its context.
+pub fn context() -> Option<usize> {
+    let (_, config) = FILES.iter().find(|(name, _)| *name == "config.json")?;
+    let config: Value = serde_json::from_slice(config).ok()?;
+    usize::try_from(config["text_config"]["max_position_embeddings"].as_u64()?).ok()
 }
 
 fn is_intact(folder: &Path) -> bool {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
-use steersman_engine::config::Config;
+use steersman_engine::config::{Config, context_note};
 use steersman_engine::policy::{Error, Policies, PolicyConfig, ProfilePolicies, Storage};
 use steersman_engine::request::Message;
 
@@ -97,6 +97,14 @@ fn problems(
     let (server, mut config) = file.split();
     for (key, model) in models(&server, &config) {
         match hub::is_here(model) {
+            // A server says so, and starts.
+            Ok(true) if key != "speculation.draft_model" => {
+                let context = hub::context_of(model);
+                let note = context.and_then(|model| context_note(config.engine.context, model));
+                if let Some(note) = note {
+                    writeln!(out, "warning: {key}: {note}")?;
+                }
+            }
             Ok(true) => {}
             Ok(false) => {
                 let then = if key.starts_with("models.") {
@@ -402,6 +410,25 @@ mod tests {
         ] {
             let (passed, printed) = check(&text, data_dir);
             assert!(!passed && printed.contains(words), "{text}: {printed}");
+        }
+    }
+
+    /// It had "no problems", and a server took the model's context without a word.
+    #[test]
+    fn a_context_that_the_model_does_not_have_is_warned_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        let printed = |context: usize| {
+            std::fs::write(&path, format!("[engine]\ncontext = {context}\n")).unwrap();
+            let (passed, printed) = checked(&path);
+            assert!(passed, "{printed}");
+            printed
+        };
+        let most = hub::context_of("").expect("the bundled model tells");
+        let note = context_note(most + 1, most).unwrap();
+        assert!(printed(most + 1).starts_with(&format!("warning: model.path: {note}\n")));
+        for fits in [0, most] {
+            assert!(!printed(fits).contains("engine.context"), "{fits}");
         }
     }
 

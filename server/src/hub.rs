@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use steersman_engine::tools::model_types;
 use steersman_models::command::choice;
+use steersman_models::facts::Facts;
 pub use steersman_models::hub::Hub;
 use steersman_models::named::{self, NamedAs, name_of_folder};
 
@@ -51,6 +52,16 @@ pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
 /// If `path` names no model, or may not be downloaded.
 pub fn is_here(path: &str) -> Result<bool> {
     if let NamedAs::Nothing = named_as(path)? { Ok(true) } else { named::is_here(path) }
+}
+
+/// Tokens of the context of the model that `path` names, if its files are on this machine and tell.
+pub fn context_of(path: &str) -> Option<usize> {
+    let folder = match named_as(path).ok()? {
+        NamedAs::Nothing => return bundled::context(),
+        NamedAs::Folder(folder) => folder,
+        NamedAs::Repo(repo) => Hub::from_env().cached(repo)?,
+    };
+    usize::try_from(Facts::read(&folder).ok()?.context?).ok()
 }
 
 /// As [`find`], without downloading anything.

@@ -22,7 +22,7 @@ use super::warm_up::{prepare_kernels, warm_up};
 use crate::activity::ActivityReporter;
 use crate::cache::Cache;
 use crate::config::{
-    Config, EngineConfig, MachineCosts, ModelConfig, SpeculationConfig, StoreConfig,
+    Config, EngineConfig, MachineCosts, ModelConfig, SpeculationConfig, StoreConfig, context_note,
 };
 use crate::device::chip::Chip;
 use crate::device::{DeviceInfo, wired};
@@ -245,6 +245,9 @@ fn read_calibration(path: &Path, skip_kl: f32) -> Result<Option<Calibration>> {
 /// # Errors
 /// [`Error::Config`] if the model's context is too short.
 fn context_limit(configured: usize, context: usize, folder: &Path) -> Result<usize> {
+    if let Some(note) = context_note(configured, context) {
+        tracing::warn!(model = %folder.display(), "{note}");
+    }
     let context = match configured {
         0 => context,
         limit => limit.min(context),
