@@ -12,6 +12,7 @@
 mod added;
 mod differing;
 mod merge;
+mod notes;
 mod texts;
 mod unseen;
 
@@ -28,8 +29,10 @@ use crate::error::{Cause, Failure};
 use crate::trace::{Recorder, TracedPolicy};
 use added::Added;
 use merge::Owners;
+use notes::Planned;
 use unseen::Unseen;
 
+pub use notes::unknown as unknown_in;
 pub use texts::Texts;
 
 /// One policy of a chain.
@@ -178,10 +181,12 @@ impl Chain {
     fn request(&mut self, request: &RequestView) -> Result<Plan, Failure> {
         let mut merged: Option<Plan> = None;
         let (mut every, mut watching) = (0, Plan::default());
+        let (several, mut planned) = (self.links.len() > 1, Vec::new());
         for index in 0..self.links.len() {
             let own = own_params(&self.links[index].link.name, &request.params);
             let own = own.map(|params| RequestView { params, ..request.clone() });
-            let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
+            let asked = own.as_ref().unwrap_or(request);
+            let Some(mut plan) = self.ask(index, asked)? else { continue };
             self.links[index].every = plan.every;
             every = merge::gcd(every, plan.every);
             self.links[index].events = Events::of(&plan);
@@ -190,13 +195,21 @@ impl Chain {
                 continue;
             }
             self.owners.planned(index, &plan.sampling);
+            if several {
+                let policy = &self.links[index].link.policy;
+                let receives = policy.has(Hook::OnPrompt) || policy.has(Hook::OnRequest);
+                planned.push(Planned::new(&asked.params, receives, plan.note.take()));
+            }
             merged = Some(match merged {
                 None => plan,
                 Some(earlier) => merge::plans(earlier, plan),
             });
         }
         // A shadow is called as if it were applied.
-        let merged = merge::events(merged.unwrap_or_default(), &watching);
+        let mut merged = merge::events(merged.unwrap_or_default(), &watching);
+        if several {
+            merged.note = notes::merged(&planned);
+        }
         Ok(Plan { every, ..merged })
     }
 

@@ -34,10 +34,9 @@ pub fn events(plan: Plan, other: &Plan) -> Plan {
     }
 }
 
-/// Merges the plan of an earlier policy and that of a later one. The caller sets `every`.
+/// Merges the plan of an earlier policy and that of a later one. The caller sets `every` and the note.
 pub fn plans(earlier: Plan, later: Plan) -> Plan {
     let earlier = events(earlier, &later);
-    let notes: Vec<_> = earlier.note.into_iter().chain(later.note).collect();
     Plan {
         reasoning: earlier.reasoning.or(later.reasoning),
         reasoning_budget: both(earlier.reasoning_budget, later.reasoning_budget, u32::min),
@@ -49,7 +48,7 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
             (0, some) | (some, 0) => some,
             (a, b) => a.min(b),
         },
-        note: (!notes.is_empty()).then(|| notes.join("; ")),
+        note: None,
         retain: both(earlier.retain, later.retain, retentions),
         form: earlier.form.or(later.form),
         refuse: earlier.refuse.or(later.refuse),

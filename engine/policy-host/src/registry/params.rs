@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::active::{PolicyEntry, Version};
 use super::source::ProfileChain;
-use crate::chain::own_params;
+use crate::chain::{own_params, unknown_in};
 use crate::config::Param;
 use crate::contract::{Hook, Params, Policy, RequestView};
 use crate::error::Error;
@@ -55,11 +55,17 @@ pub fn check(
         let Some(version) = policies[policy].current.as_deref() else { continue };
         let Version { component, schema, .. } = version;
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
-        let problems = match component.prepare(profile, &params) {
-            Ok(prepared) => prepared.problems.clone(),
-            Err(failure) => vec![format!("{}: {}", failure.hook, failure.cause)],
-        };
-        unusable.extend(problems.iter().map(|problem| located(given, policy, problem)));
+        let prepared = component.prepare(profile, &params);
+        match &prepared {
+            Ok(prepared) => {
+                let problems = own_problems(&prepared.problems);
+                unusable.extend(problems.map(|problem| located(given, policy, problem)));
+            }
+            Err(failure) => {
+                let problem = format!("{}: {}", failure.hook, failure.cause);
+                unusable.push(located(given, policy, &problem));
+            }
+        }
         if let Some(schema) = schema {
             for name in schema.names() {
                 unknown.remove(name);
@@ -68,8 +74,11 @@ pub fn check(
             continue;
         }
         let Some(note) = note(component, profile, &params) else { continue };
+        let reported = prepared.as_ref().map(|prepared| &prepared.problems[..]).unwrap_or_default();
         for (param, _) in &params {
-            if note.contains(&format!("unknown parameter `{param}`")) {
+            let is_reported =
+                reported.iter().any(|problem| unknown_in(problem) == Some(param.as_str()));
+            if is_reported || note.contains(&format!("unknown parameter `{param}`")) {
                 continue;
             }
             unknown.remove(param);
@@ -106,6 +115,12 @@ pub fn check(
     wrong.extend(unknown);
     wrong.extend(unusable.into_iter().filter(|(key, _)| !key.is_empty()));
     Err(error(wrong))
+}
+
+/// The problems that a policy reports of its parameters, without those that it does not know: it gets all of its profile,
+/// and those of other policies are none of its.
+pub fn own_problems(problems: &[String]) -> impl Iterator<Item = &String> {
+    problems.iter().filter(|problem| unknown_in(problem).is_none())
 }
 
 /// The key of the parameter of a profile that a `problem` of its `policy` is about, empty for none, and the problem

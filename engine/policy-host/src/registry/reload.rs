@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::active::digest_of;
-use super::params::located;
+use super::params::{located, own_problems};
 use super::source::{Source, read_param};
 use super::watch::Watch;
 use super::{Origin, Policies, Problem};
@@ -130,7 +130,8 @@ impl Policies {
             let own = own_params(policy, params).unwrap_or_else(|| params.clone());
             let prepared = version.component.prepare(profile, &own);
             let prepared = prepared.map_err(|failure| failure.to_string())?;
-            problems.extend(prepared.problems.iter().map(|one| located(given, policy, one).1));
+            let reported = own_problems(&prepared.problems);
+            problems.extend(reported.map(|one| located(given, policy, one).1));
             if !problems.is_empty() {
                 continue;
             }

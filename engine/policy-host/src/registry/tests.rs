@@ -319,6 +319,30 @@ fn a_parameter_that_no_policy_of_the_profile_knows_is_refused() {
     }
 }
 
+/// `redact`, `tool-guard`, `budget` and others call a parameter that they do not know a problem in `on-params`. A profile
+/// with `rules` before them had a problem at its start, and no change of its rules was accepted.
+#[test]
+fn a_parameter_of_another_policy_is_no_problem() {
+    let others: Vec<_> = SHIPPED.iter().map(|shipped| shipped.name).collect();
+    let others: Vec<_> = others.into_iter().filter(|name| *name != "rules").collect();
+    for some in others.chunks(4) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("rules.toml");
+        fs::write(&file, "[[rule]]\ndo = { note = \"one\" }\n").unwrap();
+        let chain = [&["rules"][..], some].concat();
+        let mut profiles = profile_with(&chain, &[("rules", Param::File { file })]);
+        profiles.get_mut("agent").unwrap().grants = Grant::ALL.into();
+        let policies = load_with(&PolicyConfig::default(), &profiles).unwrap();
+        let unusable = policies.unusable_params();
+        assert!(!unusable.iter().any(|line| line.contains("unknown")), "{chain:?}: {unusable:?}");
+        let mut session = start(&policies, "agent").unwrap();
+        let params = (*session.params).clone();
+        let request = RequestView { profile: "agent".into(), params, ..RequestView::default() };
+        let note = session.ask(&request).unwrap().note.unwrap_or_default();
+        assert!(note.contains("one") && !note.contains("unknown"), "{chain:?}: {note}");
+    }
+}
+
 #[test]
 fn all_unknown_parameters_of_a_profile_are_named() {
     let params = [("budget", "7".into()), ("reasoning", "on".into()), ("hints", "x".into())];
