@@ -269,6 +269,11 @@ impl Grammar {
         self.matcher.compute_ff_tokens()
     }
 
+    /// Whether the form is complete, whatever may follow.
+    pub fn is_complete(&mut self) -> bool {
+        self.matcher.is_accepting().unwrap_or(false)
+    }
+
     /// Whether the form is complete and nothing can follow.
     pub fn has_ended(&self) -> bool {
         self.matcher.is_stopped() && !self.matcher.is_error()

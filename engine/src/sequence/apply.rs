@@ -210,7 +210,11 @@ impl Steering {
             Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, reply, now),
             Action::Stop(reason) => {
                 reply.note(format!("stopped after {length} tokens ({why}): {reason}"));
-                Ok(Some(Do::End(FinishReason::Policy(reason))))
+                // The client has a part of a form, as at a limit. The note says why.
+                Ok(Some(Do::End(match self.is_form_open(reply, now) {
+                    true => FinishReason::Length,
+                    false => FinishReason::Policy(reason),
+                })))
             }
             Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => Ok(None),
         }

@@ -113,6 +113,17 @@ impl Constraint {
         Ok(if grammar.has_ended() { Followed::Ended } else { Followed::Open })
     }
 
+    /// Returns true if the form would be cut off at the end of `tokens`, where it applies from `start`.
+    pub(super) fn is_cut_off(&mut self, tokens: &[u32], start: usize) -> bool {
+        match self.follow(tokens, Some(start)) {
+            Ok(Followed::Open) => {
+                self.running.as_mut().is_some_and(|running| !running.grammar.is_complete())
+            }
+            Ok(Followed::Ended) => false,
+            Ok(Followed::Violated) | Err(_) => true,
+        }
+    }
+
     /// The tokens that must come next, now that the grammar is at the end of the tokens.
     pub(super) fn forced(&mut self) -> Vec<u32> {
         match &mut self.running {

@@ -16,7 +16,10 @@ impl Sequence {
         // The end of the reply may have completed a call.
         let reason = match reason {
             // The client has part of a call, which it must not run.
-            FinishReason::Stop | FinishReason::StopString(_) | FinishReason::ToolCalls
+            FinishReason::Stop
+            | FinishReason::StopString(_)
+            | FinishReason::ToolCalls
+            | FinishReason::Policy(_)
                 if self.reply.has_open_call() =>
             {
                 FinishReason::Length

@@ -94,6 +94,13 @@ impl Steering {
         Ok(Do::Force(forced))
     }
 
+    /// Returns true if an end of the reply here would cut its form off.
+    pub(super) fn is_form_open(&mut self, reply: &ClientReply, now: &Now<'_>) -> bool {
+        let start = self.grammar_start(reply, now);
+        let constraint = self.constraint.as_mut().zip(start);
+        constraint.is_some_and(|(constraint, start)| constraint.is_cut_off(now.tokens, start))
+    }
+
     /// The next of the line breaks that stand between the reasoning and an answer in a form.
     fn next_of_gap(&mut self, reply: &ClientReply, now: &Now<'_>) -> Result<Option<u32>> {
         let is_in_form = self.is_in_form(reply);

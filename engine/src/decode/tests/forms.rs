@@ -133,6 +133,33 @@ fn policies_cannot_write_into_a_form() {
     assert!(ran.noted("left out a hint") && ran.noted("did not inject"), "{:?}", ran.notes);
 }
 
+/// `finish_reason` was `stop`, and a client parsed a part of a form as the whole. The arguments of a call that a loop
+/// ended were such a part.
+#[test]
+fn a_policy_that_stops_within_a_form_cuts_it_off() {
+    let mut decoder = family("llama", Config::default(), true);
+    let stop = || {
+        Script::new(|step| match step.index {
+            12 => vec![Action::Stop("the answer is a loop".into())],
+            _ => Vec::new(),
+        })
+    };
+    let mut digits = |least: u32| {
+        let request = warm(ask("Which?", false, 80), 3);
+        let request = Request { biases: vec![TokenBias { token: END, bias: -100.0 }], ..request };
+        let form = Form::Regex(format!("[0-9]{{{least},}}"));
+        let ran = run_plain(&mut decoder, &with_form(form, request), stop());
+        assert!(
+            ran.noted("stopped after 12 tokens (periodic call): the answer is a loop"),
+            "{ran:?}"
+        );
+        assert_eq!(ran.answer.len(), 12);
+        ran.reason
+    };
+    assert_eq!(digits(20), FinishReason::Length);
+    assert_eq!(digits(5), FinishReason::Policy("the answer is a loop".into()));
+}
+
 /// A policy that plans a form.
 fn planning(form: AnswerForm) -> Script {
     Script { plan: Plan { form: Some(form), ..Plan::default() }, ..idle() }

@@ -395,4 +395,5 @@ fn rewind_does_not_remove_what_the_client_has_of_a_call() {
     assert_eq!(streamed(&ran), [("look".to_string(), r#"{"a":"xyzDone."#.to_string())]);
     assert_eq!(ran.calls.len(), 0);
     assert!(ran.noted("did not complete a call of `look`"), "{:?}", ran.notes);
+    assert_eq!(ran.reason, FinishReason::Length, "a client must not run it");
 }
