@@ -14,8 +14,6 @@ mod device;
 mod draft;
 mod engine;
 mod engine_thread;
-mod file;
-mod grammar;
 mod job;
 mod kernel_check;
 mod kernels;
@@ -30,7 +28,6 @@ mod sample;
 mod schedule;
 mod sequence;
 mod store;
-mod text;
 
 pub use decode::{policies, start};
 pub use engine::{Engine, Info};
@@ -43,6 +40,7 @@ pub use steersman_policy_host as policy;
 pub use steersman_request as request;
 pub use steersman_request::error::{ConfigError, Error, RequestError, Result, StoreError};
 use steersman_request::{error, live, span};
+use steersman_text::{self as text, grammar};
 
 /// Commands over a model or a prefix store, without a running engine.
 pub mod tools {
@@ -78,7 +76,7 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, grammar, model, nn, prefix, store, text);
+    rooms!(cache, decode, engine, model, nn, prefix, store);
 
     pub mod queue {
         pub use crate::job::Job;

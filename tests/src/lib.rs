@@ -9,7 +9,6 @@ use std::sync::{Arc, LazyLock};
 
 use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, MachineCosts, Profile};
-use steersman_engine::internals::text::Text;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::policy::{
     self, Host, Policies, PolicyConfig, ProfilePolicies, Session, Storage, no_vocabulary,
@@ -19,6 +18,7 @@ use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, EngineThread, Error, Info};
 use steersman_test_support::shared_policies;
 pub use steersman_test_support::{Random, fuzz_inputs, guest};
+use steersman_text::Text;
 use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedReceiver;
 

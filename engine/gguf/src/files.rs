@@ -70,6 +70,21 @@ pub fn on_disk(path: &Path) -> PathBuf {
     }
 }
 
+/// Most bytes of a file that [`read_at`] reads as a whole. The largest tokenizers have 40 MB.
+const FILE_BYTES: u64 = 256 << 20;
+
+/// The bytes of a regular file, or of a file of the folder that a GGUF file stands for, as in `model.gguf/config.json`.
+/// Never waits.
+///
+/// # Errors
+/// The errors of [`steersman_files::read`] and [`read`].
+pub fn read_at(path: &Path) -> io::Result<Vec<u8>> {
+    match within(path) {
+        Some((gguf, name)) => read(gguf, name),
+        None => steersman_files::read(path, FILE_BYTES),
+    }
+}
+
 /// The bytes of the file `name` of the folder that the GGUF file at `path` stands for.
 ///
 /// # Errors

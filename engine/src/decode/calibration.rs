@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ConfigError, Error, Result};
-use crate::file::replace_private;
+use steersman_files::replace_private;
 
 /// Measurements of one model in one numeric format.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ impl Calibration {
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let problem =
             |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
-        let bytes = match crate::file::read(path) {
+        let bytes = match steersman_gguf::files::read_at(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(problem(error.to_string())),

@@ -17,10 +17,11 @@ use steersman_cpu_kernels::{Isa, max_threads};
 use super::threads;
 use crate::config::{DEPTH, MachineCosts, SpeculationConfig};
 use crate::draft::{Costs, ROWS};
-use crate::file::{self, replace_private};
 use crate::processor::{isa_name, processor};
 use crate::schedule::memory::PassBytes;
 use crate::schedule::plan::PassCosts;
+use steersman_files::replace_private;
+use steersman_gguf::files;
 
 /// Version of the file's format and of what is measured.
 const VERSION: u32 = 1;
@@ -200,7 +201,7 @@ fn read_text(path: &Path) -> std::io::Result<String> {
     if fs::metadata(path)?.len() > FILE_BYTES {
         return Err(std::io::Error::other(format!("the file has more than {FILE_BYTES} bytes")));
     }
-    String::from_utf8(file::read(path)?).map_err(std::io::Error::other)
+    String::from_utf8(files::read_at(path)?).map_err(std::io::Error::other)
 }
 
 #[cfg(test)]

@@ -10,8 +10,9 @@ use steersman_cpu_kernels::Isa;
 
 use super::Outcomes;
 use crate::config::ModelConfig;
-use crate::file::{self, replace_private};
 use crate::processor::{isa_name, processor};
+use steersman_files::replace_private;
+use steersman_gguf::files;
 
 /// Version of the file's format and of the checks.
 const VERSION: u32 = 2;
@@ -77,7 +78,8 @@ impl File {
     /// The results; none if there is no sound file.
     pub fn read(&self) -> Outcomes {
         let is_small = fs::metadata(&self.path).is_ok_and(|file| file.len() <= FILE_BYTES);
-        let text = if is_small { file::read(&self.path).unwrap_or_default() } else { Vec::new() };
+        let text =
+            if is_small { files::read_at(&self.path).unwrap_or_default() } else { Vec::new() };
         match serde_json::from_slice::<Saved>(&text) {
             Ok(saved) if saved.key == self.key => saved.outcomes,
             _ => Outcomes::new(),

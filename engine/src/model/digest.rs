@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 
 use super::weights::shards;
 use crate::error::{ConfigError, Error, Result};
-use crate::file::replace_private;
+use steersman_files::replace_private;
 
 /// Name of the file with digests in the data folder.
 const NAME: &str = "weights.json";
@@ -120,7 +120,7 @@ impl HashedFiles {
     /// Reads the file in `data`; nothing if it is missing or damaged.
     fn read(data: &Path) -> Vec<HashedFile> {
         let path = data.join(NAME);
-        let bytes = match crate::file::read(&path) {
+        let bytes = match steersman_gguf::files::read_at(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
             Err(error) => {

@@ -90,8 +90,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
-    let bytes = crate::file::read(&path).map_err(|e| problem(e.to_string()))?;
-    let mut json = crate::file::json(&bytes).map_err(|e| problem(e.to_string()))?;
+    let bytes = steersman_gguf::files::read_at(&path).map_err(|e| problem(e.to_string()))?;
+    let mut json = steersman_files::json(&bytes).map_err(|e| problem(e.to_string()))?;
     check::config(&mut json).map_err(&problem)?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {

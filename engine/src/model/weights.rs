@@ -569,7 +569,8 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|e| e == "safetensors"));
     let names: BTreeSet<PathBuf> = if index.is_file() {
-        let text = crate::file::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
+        let text = steersman_gguf::files::read_at(&index)
+            .map_err(|e| problem(index.clone(), e.to_string()))?;
         let parsed: Index =
             serde_json::from_slice(&text).map_err(|e| problem(index.clone(), e.to_string()))?;
         let beside = present.filter(|path| {

@@ -45,7 +45,7 @@ impl Expected {
         let failed = |problem: String| {
             Error::Config(ConfigError::Warm { profile: profile.into(), path: path.into(), problem })
         };
-        let text = crate::file::read(path).map_err(|e| failed(e.to_string()))?;
+        let text = steersman_gguf::files::read_at(path).map_err(|e| failed(e.to_string()))?;
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
         let request = Request { profile: profile.into(), messages, tools, ..Request::default() };

@@ -431,7 +431,7 @@ fn documents(random: &mut Random) -> Sample {
         include_str!("../../../policies/REFERENCE.md"),
         include_str!("../../../server/bench/README.md"),
         include_str!("../../../engine/policy-host/src/registry.rs"),
-        include_str!("../../../engine/src/text/reply.rs"),
+        include_str!("../../../engine/text/src/reply.rs"),
         include_str!("../../../wit/policy.wit"),
     ];
     let text = random.of(TEXTS);

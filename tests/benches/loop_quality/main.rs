@@ -16,10 +16,10 @@ use std::path::PathBuf;
 
 use corpus::Sample;
 use meaning::{Compression, Novelty};
-use steersman_engine::internals::text::Text;
 use steersman_policy_host::LoopRule;
 use steersman_policy_host::loops::Detector;
 use steersman_tests::bundled_text;
+use steersman_text::Text;
 
 /// Texts of each kind.
 const COUNT: usize = 150;

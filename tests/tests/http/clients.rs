@@ -4,8 +4,8 @@
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
 use steersman_engine::RequestError;
-use steersman_engine::internals::grammar::Grammars;
 use steersman_tests::{bundled_text, fixture};
+use steersman_text::grammar::Grammars;
 
 use crate::*;
 

@@ -11,10 +11,10 @@ use serde_json::{Map, Value};
 use steersman_engine::config::{Dtype::Bf16, Kernels, ModelConfig};
 use steersman_engine::internals::cache::{Cache, Span};
 use steersman_engine::internals::model::{Model, Pass, load};
-use steersman_engine::internals::text::Text;
 use steersman_engine::request::Request;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
 use steersman_tests::{Running, ask, config, fixture, fixtures, run};
+use steersman_text::Text;
 
 /// Bound of the largest difference in a row over the row's largest logit, as in `reference.rs`.
 const RELATIVE: f32 = 1e-3;

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 use serde_json::{Map, Value};
-use steersman_engine::internals::text::{Phase, Piece, Reply, Template, Text, Variables};
 use steersman_engine::request::Message;
+use steersman_text::{Phase, Piece, Reply, Template, Text, Variables};
 
 /// Noon of the day of the reference clock.
 const TODAY: i64 = 1_721_995_200; // 26 July 2024

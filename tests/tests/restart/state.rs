@@ -7,11 +7,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use steersman_engine::config::{Config, MachineCosts, Profile};
-use steersman_engine::internals::text::Text;
 use steersman_engine::request::Request;
 use steersman_tests::{
     Reply, Running, ask, bundled_model, config, load, load_from, message, run, scaled,
 };
+use steersman_text::Text;
 
 use super::child;
 

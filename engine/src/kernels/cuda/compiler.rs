@@ -154,7 +154,7 @@ impl Compiler {
 
 /// The code in a file; `None` if there is none, or it is damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
-    let mut code = crate::file::read(path).ok()?;
+    let mut code = steersman_gguf::files::read_at(path).ok()?;
     if code.len() <= DIGEST || Sha256::digest(&code[DIGEST..]).as_slice() != &code[..DIGEST] {
         return None;
     }

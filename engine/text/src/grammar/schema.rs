@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::{bounds, refused};
-use crate::error::RequestError;
+use steersman_request::error::RequestError;
 
 /// How long to look for the place of a problem.
 const SEARCH: Duration = Duration::from_secs(1);

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::closed::closed;
 use super::parameter::{Parameter, Strings};
 use super::{FORM_BYTES, Scope, refused, schema, with_options};
-use crate::error::RequestError;
-use crate::request::Request;
-use crate::text::tool_call::{Arguments, Format, Text as Spelling, Written};
-use crate::text::{Text, harmony};
+use crate::tool_call::{Arguments, Format, Text as Spelling, Written};
+use crate::{Text, harmony};
+use steersman_request::Request;
+use steersman_request::error::RequestError;
 
 /// The rule for an answer instead of calls.
 pub const ANSWER: &str = "answer";

@@ -1,8 +1,8 @@
 //! Laws of what models can write: tool calls, from fragments in random order, the same in every run.
 
 use super::*;
-use crate::fuzz_inputs;
-use crate::text::tool_call::{Format, Schemas, State};
+use crate::tool_call::{Format, Schemas, State};
+use steersman_test_support::fuzz_inputs;
 
 /// Up to `most` of `parts`.
 fn joined(random: &mut Random, parts: &[&str], most: usize) -> String {

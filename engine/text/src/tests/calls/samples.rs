@@ -119,7 +119,7 @@ fn every_format_reads_what_its_template_writes() {
 
 #[test]
 fn the_chat_template_names_the_format() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/templates");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/templates");
     for (file, name) in [
         ("Qwen-Qwen2.5-7B-Instruct.jinja", "hermes"),
         ("Qwen-Qwen3-0.6B.jinja", "hermes"),

@@ -14,8 +14,8 @@ use steersman_jinja::{Render, Template};
 
 use super::conversation::{Beside, Part, Shape};
 use super::tool_call::{Format, Ids};
-use crate::error::Result;
-use crate::request::{Effort, FunctionCall, Message, ToolCall};
+use steersman_request::error::Result;
+use steersman_request::{Effort, FunctionCall, Message, ToolCall};
 
 /// Most instructions of one rendering: the heaviest known template needs a hundredth of it. Some 150 renderings
 /// of a template that never ends take some seconds.

@@ -29,12 +29,13 @@ use std::sync::{Arc, LazyLock};
 
 use serde_json::{Map, Value};
 
-use crate::error::{ConfigError, Error, RequestError, Result};
-use crate::request::{Effort, Message, RawPrompt, Request, Sampling};
+use steersman_request::error::{ConfigError, Error, RequestError, Result};
+use steersman_request::{Effort, Message, RawPrompt, Request, Sampling};
 
 mod conversation;
 mod detokenize;
 mod folder;
+pub mod grammar;
 pub mod harmony;
 mod probe;
 mod reply;

@@ -5,7 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::policy::Vocabulary;
+use steersman_policy_host::Vocabulary;
 
 /// Elapsed time of a test of one form before it counts as endless; some 100 times what the slowest takes.
 const ENDLESS: Duration = Duration::from_secs(60);
@@ -490,14 +490,14 @@ fn hostile(number: u64) -> Form {
 }
 
 /// Each form compiles or is refused with its field, each mask is computed or ends its reply, and nothing panics, overflows
-/// a stack or runs without end. The forms are a twentieth of [`fuzz_inputs`](crate::fuzz_inputs), from number
+/// a stack or runs without end. The forms are a twentieth of [`fuzz_inputs`](steersman_test_support::fuzz_inputs), from number
 /// `STEERSMAN_FUZZ_FIRST` on.
 #[test]
 fn generated_hostile_forms_end() {
     let first = std::env::var("STEERSMAN_FUZZ_FIRST");
     let first = first.map_or(0, |first| first.parse().expect("STEERSMAN_FUZZ_FIRST is a number"));
     // A form takes as long as some dozens of other inputs.
-    let count = crate::fuzz_inputs() as u64 / 20;
+    let count = steersman_test_support::fuzz_inputs() as u64 / 20;
     let grammars = grammars();
     let (mut refused, mut slow) = (0, Vec::new());
     for number in first..first + count {

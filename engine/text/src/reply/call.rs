@@ -6,7 +6,7 @@ use super::super::tokenizer::Marker;
 use super::super::tool_call::{CallDraft, Format, Ids, Reading, State, next_read};
 use super::super::trim::Lead;
 use super::{Piece, Reply};
-use crate::request::{Arguments, CallDelta, FunctionCall, ToolCall};
+use steersman_request::{Arguments, CallDelta, FunctionCall, ToolCall};
 
 /// Maximum size of a call; a larger one is emitted as text. Models write files in calls, but an
 /// endless call must not fill the memory.

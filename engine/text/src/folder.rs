@@ -15,8 +15,8 @@ use steersman_jinja::Template;
 
 use super::probe::Probe;
 use super::tool_call::Format;
-use crate::error::{ConfigError, Error, Result};
-use crate::request::Sampling;
+use steersman_request::Sampling;
+use steersman_request::error::{ConfigError, Error, Result};
 
 /// The files, parsed but not interpreted.
 #[derive(Debug)]
@@ -226,14 +226,14 @@ fn required(file: PathBuf) -> Result<Map<String, Value>> {
 
 fn object(file: PathBuf) -> Result<Option<Map<String, Value>>> {
     let Some(text) = read(&file)? else { return Ok(None) };
-    let parsed = crate::file::json(text.as_bytes())
+    let parsed = steersman_files::json(text.as_bytes())
         .and_then(serde_json::from_value)
         .map_err(|e| bad(&file, &format!("is damaged: {e}")))?;
     Ok(Some(parsed))
 }
 
 fn read(file: &Path) -> Result<Option<String>> {
-    let text = crate::file::read(file).and_then(|bytes| {
+    let text = steersman_gguf::files::read_at(file).and_then(|bytes| {
         String::from_utf8(bytes).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
     });
     match text {

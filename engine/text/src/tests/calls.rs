@@ -4,8 +4,8 @@
 use serde_json::{Map, Value, json};
 
 use super::*;
-use crate::request::CallDelta;
-use crate::text::tool_call::{Arguments, CallDraft, FORMATS, Format, Text as Spelling};
+use crate::tool_call::{Arguments, CallDraft, FORMATS, Format, Text as Spelling};
+use steersman_request::CallDelta;
 
 mod damaged;
 mod faults;

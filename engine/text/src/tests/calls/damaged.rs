@@ -2,7 +2,7 @@
 //! that are JSON and differ from what the model wrote.
 
 use super::*;
-use crate::fuzz_inputs;
+use steersman_test_support::fuzz_inputs;
 
 /// What damage puts into a call.
 const PARTS: &[&str] = &[

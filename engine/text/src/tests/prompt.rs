@@ -1,7 +1,7 @@
 //! Prompts: special tokens are parsed where the chat template wrote them, and nowhere else.
 
 use super::*;
-use crate::request::{FunctionCall, ToolCall};
+use steersman_request::{FunctionCall, ToolCall};
 
 /// A conversation whose texts, names and arguments are `text`, and a reply of the assistant.
 fn conversation(text: &str, reply: &str) -> (Vec<Message>, Vec<Value>) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::*;
-use crate::text::detokenize::Detokenizer;
+use crate::detokenize::Detokenizer;
 
 mod calls;
 mod conversation;
@@ -17,7 +17,7 @@ mod prompt;
 mod reasoning;
 
 fn tiny() -> Text {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../server/model/tiny-hybrid-4bit");
     Text::load(&dir).expect("the bundled model loads")
 }
 

@@ -21,8 +21,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::tool_call::Ids;
-use crate::error::{Error, RequestError, Result};
-use crate::request::{Message, ToolCall};
+use steersman_request::error::{Error, RequestError, Result};
+use steersman_request::{Message, ToolCall};
 
 /// Between texts that are joined.
 const BETWEEN: &str = "\n\n";

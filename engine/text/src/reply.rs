@@ -47,8 +47,8 @@ use super::stop::Stop;
 use super::tokenizer::{Marker, Tokenizer};
 use super::tool_call::{Format, Ids, Schemas};
 use super::trim::{Lead, Tail};
-use crate::error::{RequestError, Result};
-use crate::request::{CallDelta, ToolCall};
+use steersman_request::error::{RequestError, Result};
+use steersman_request::{CallDelta, ToolCall};
 
 mod call;
 mod message;

@@ -7,7 +7,7 @@
 use serde_json::{Map, Value, json};
 
 use super::refused;
-use crate::error::RequestError;
+use steersman_request::error::RequestError;
 
 /// Schemas that one parameter may consist of.
 const PARTS: usize = 1000;

@@ -15,7 +15,7 @@ use super::super::tokenizer::Tokenizer;
 use super::super::trim::Lead;
 use super::call::{Call, Ending};
 use super::{Phase, Piece, Reply};
-use crate::error::Result;
+use steersman_request::error::Result;
 
 /// Between two messages of one kind.
 pub(super) const GAP: &str = "\n\n";

@@ -2,13 +2,13 @@
 //! of the reasoning.
 
 use super::*;
-use crate::text::harmony::{Body, may_be_header, read_header};
+use crate::harmony::{Body, may_be_header, read_header};
 
 const REPLIES: usize = 200;
 
 /// The bundled model's tokenizer with Harmony's special tokens, and a chat template of its kind.
 fn harmony() -> Text {
-    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../server/model/tiny-hybrid-4bit");
     let folder = tempfile::tempdir().expect("a temporary folder");
     for file in ["config.json", "tokenizer_config.json", "generation_config.json"] {
         std::fs::copy(bundled.join(file), folder.path().join(file)).expect("a copy");

@@ -6,8 +6,8 @@ use jsonschema::error::ValidationErrorKind;
 use steersman_test_support::Random;
 
 use super::*;
-use crate::request::ToolChoice;
-use crate::text::tool_call::{FORMATS, Format};
+use crate::tool_call::{FORMATS, Format};
+use steersman_request::ToolChoice;
 
 mod closed;
 mod corpus;
@@ -15,7 +15,7 @@ mod hostile;
 
 /// The tokenizer of the bundled model, or of the model folder `STEERSMAN_TOKENIZER`.
 fn text() -> Text {
-    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../server/model/tiny-hybrid-4bit");
     let folder = std::env::var_os("STEERSMAN_TOKENIZER").map_or(bundled, Into::into);
     Text::load(&folder).expect("the bundled model has a tokenizer")
 }
@@ -310,7 +310,7 @@ fn required_calls_are_well_formed_and_strict_ones_follow_their_schema() {
 
 /// The bundled model's tokenizer with `tags` as tokens, and a chat template that names `format`.
 fn text_of(format: &Format, tags: &[&str]) -> Text {
-    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../server/model/tiny-hybrid-4bit");
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "tokenizer_config.json", "generation_config.json"] {
         std::fs::copy(bundled.join(file), folder.path().join(file)).unwrap();
@@ -331,7 +331,7 @@ fn text_of(format: &Format, tags: &[&str]) -> Text {
     text
 }
 
-/// What is written here is what [`crate::text`] reads: its tests have the calls of each template.
+/// What is written here is what [`crate`] reads: its tests have the calls of each template.
 #[test]
 fn calls_of_every_format_follow_the_schema() {
     for format in FORMATS {

@@ -36,10 +36,10 @@ use self::closed::closed;
 use self::compile::{Compiler, FormDigest};
 use self::watch::Watched;
 
-use crate::error::{RequestError, Result};
-use crate::policy::{self, AnswerForm};
-use crate::request::{Form, Request, ResponseFormat};
-use crate::text::Text;
+use crate::Text;
+use steersman_policy_host::{self as policy, AnswerForm};
+use steersman_request::error::{RequestError, Result};
+use steersman_request::{Form, Request, ResponseFormat};
 
 mod bounds;
 mod calls;

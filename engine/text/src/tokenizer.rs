@@ -22,7 +22,7 @@ use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
 use super::harmony;
 use super::tool_call::Format;
-use crate::error::{ConfigError, Error, RequestError, Result};
+use steersman_request::error::{ConfigError, Error, RequestError, Result};
 
 /// A tag that changes the phase of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,7 +116,7 @@ impl Tokenizer {
     pub fn load(path: &Path) -> Result<Self> {
         let bad =
             |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
-        let bytes = crate::file::read(path).map_err(|e| {
+        let bytes = steersman_gguf::files::read_at(path).map_err(|e| {
             bad(format!("cannot be read ({e}); a model folder needs its tokenizer.json"))
         })?;
         let parsed = Self::parse(&bytes);

@@ -7,12 +7,12 @@ use std::path::PathBuf;
 use flate2::read::GzDecoder;
 
 use super::*;
-use crate::error::Error;
-use crate::request::{FunctionCall, ToolCall};
-use crate::text::folder::Templates;
+use crate::folder::Templates;
+use steersman_request::error::Error;
+use steersman_request::{FunctionCall, ToolCall};
 
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/templates")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/templates")
 }
 
 /// The public templates by name, and the fixtures that are not among them.
@@ -23,7 +23,7 @@ fn templates() -> BTreeMap<String, String> {
     let entries = all["templates"].as_array().expect("templates are a list");
     let mut templates: BTreeMap<_, _> =
         entries.iter().map(|entry| (text(entry, "name"), text(entry, "text"))).collect();
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../server/model/tiny-hybrid-4bit");
     let source = std::fs::read_to_string(tiny.join("chat_template.jinja")).expect("a template");
     templates.insert("tiny-hybrid".into(), source);
     templates
@@ -418,8 +418,8 @@ fn ids_of_other_servers_are_those_that_the_template_demands() {
 /// Kimi's models know functions by their ids.
 #[test]
 fn ids_that_name_functions_are_numbered_in_the_conversation() {
-    let shape = crate::text::conversation::Shape {
-        ids: Some(crate::text::tool_call::Ids::Function),
+    let shape = crate::conversation::Shape {
+        ids: Some(crate::tool_call::Ids::Function),
         ..Default::default()
     };
     let messages = [

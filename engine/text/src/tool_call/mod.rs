@@ -32,7 +32,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::request;
+use steersman_request;
 
 mod bare;
 mod blocks;
