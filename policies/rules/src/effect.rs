@@ -6,7 +6,7 @@ use steersman_policy::{
 };
 use toml::de::DeValue;
 
-use super::entry::{Entry, whole};
+use super::entry::{Entry, Mistakes, both, each, whole};
 use super::parse::MAX_ACTIONS;
 use super::replace::Replacement;
 use super::rule::{Effect, StepEffect};
@@ -18,21 +18,21 @@ const MAX_TOKENS: usize = 256;
 /// Most tokens that a text stands for: the text, and the text behind a space.
 const TOKENS_OF_TEXT: usize = 2;
 
-pub fn of_prompt(entries: &[(&str, Entry)]) -> Result<Effect, String> {
+pub fn of_prompt(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
     let (mut spans, mut lines) = (Vec::new(), Vec::new());
-    for (key, entry) in entries {
+    each(entries, |(key, entry)| {
         match *key {
             "strip" => spans = entry.texts()?,
             _ => lines = entry.texts()?,
         }
-    }
+        Ok(())
+    })?;
     Ok(Effect::Prompt { spans, lines })
 }
 
-pub fn of_request(entries: &[(&str, Entry)]) -> Result<Effect, String> {
-    let mut plan = Plan { sampling: sampling(entries)?, ..Plan::default() };
-    let mut status = None;
-    for (key, entry) in entries {
+pub fn of_request(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
+    let (mut plan, mut status) = (Plan::default(), None);
+    let read = each(entries, |(key, entry)| {
         match *key {
             "reasoning" => plan.reasoning = Some(entry.bool()?),
             "reasoning_budget" => plan.reasoning_budget = Some(entry.number()?),
@@ -62,7 +62,9 @@ pub fn of_request(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             "note" => plan.note = Some(entry.text()?),
             _ => {}
         }
-    }
+        Ok(())
+    });
+    (plan.sampling, ()) = both(sampling(entries), read)?;
     match (&mut plan.refuse, status) {
         (Some(refusal), Some((status, _))) => refusal.status = status,
         (None, Some((_, entry))) => return entry.error("needs `do.refuse`"),
@@ -72,16 +74,16 @@ pub fn of_request(entries: &[(&str, Entry)]) -> Result<Effect, String> {
 }
 
 /// Names of tools; an empty list names none.
-fn tool_names(entry: &Entry) -> Result<Vec<String>, String> {
+fn tool_names(entry: &Entry) -> Result<Vec<String>, Mistakes> {
     if entry.value.as_array().is_some_and(|list| list.is_empty()) {
         return Ok(Vec::new());
     }
     entry.texts()
 }
 
-fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, String> {
+fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, Mistakes> {
     let mut sampling = SamplingPatch::default();
-    for (key, entry) in entries {
+    each(entries, |(key, entry)| {
         match *key {
             "temperature" => sampling.temperature = Some(entry.float(0.0, 10.0)?),
             "top_p" => match entry.float(0.0, 1.0)? {
@@ -92,13 +94,14 @@ fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, String> {
             "min_p" => sampling.min_p = Some(entry.float(0.0, 1.0)?),
             _ => {}
         }
-    }
+        Ok(())
+    })?;
     Ok(sampling)
 }
 
-fn loops(entry: &Entry) -> Result<LoopRule, String> {
+fn loops(entry: &Entry) -> Result<LoopRule, Mistakes> {
     let mut loops = LOOPS;
-    for (key, entry) in entry.entries("do.loops")? {
+    each(entry.entries("do.loops")?, |(key, entry)| {
         match key {
             "max_period" => loops.max_period = entry.number()?,
             "repeats" => loops.repeats = entry.number()?,
@@ -106,11 +109,12 @@ fn loops(entry: &Entry) -> Result<LoopRule, String> {
             "similarity" => loops.similarity = entry.float(0.5, 1.0)?,
             _ => return entry.unknown(&["max_period", "repeats", "min_tokens", "similarity"]),
         }
-    }
+        Ok(())
+    })?;
     Ok(loops)
 }
 
-fn retain(entry: &Entry) -> Result<Vec<Retention>, String> {
+fn retain(entry: &Entry) -> Result<Vec<Retention>, Mistakes> {
     let problem = "must be a list of { at = \"system\", \"turns\", \"prompt\" or \"reply\", \
                    seconds = a whole number }";
     let Some(list) = entry.value.as_array().filter(|list| list.len() <= MAX_ACTIONS) else {
@@ -136,7 +140,7 @@ fn retain(entry: &Entry) -> Result<Vec<Retention>, String> {
     Ok(retained)
 }
 
-fn form(entry: &Entry) -> Result<AnswerForm, String> {
+fn form(entry: &Entry) -> Result<AnswerForm, Mistakes> {
     if entry.value.as_str() == Some("json") {
         return Ok(AnswerForm::JsonObject);
     }
@@ -151,19 +155,20 @@ fn form(entry: &Entry) -> Result<AnswerForm, String> {
     }
 }
 
-pub fn of_step(entries: &[(&str, Entry)]) -> Result<Effect, String> {
-    let mut steps = 0;
-    let mut timed = false;
-    for (_, entry) in entries.iter().filter(|(key, _)| *key == "for") {
+pub fn of_step(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
+    let (mut steps, mut timed) = (0, false);
+    let timing = each(entries.iter().filter(|(key, _)| *key == "for"), |(_, entry)| {
         (steps, timed) = (entry.number()?, true);
-    }
+        Ok(())
+    });
     let mut effects = Vec::new();
-    let sampling = sampling(entries)?;
+    let sampled = sampling(entries);
+    let sampling = sampled.clone().unwrap_or_default();
     let mut lasting = sampling != SamplingPatch::default();
     if lasting {
         effects.push(StepEffect::Do(Action::Sampling(SamplingChange { sampling, steps })));
     }
-    for (key, entry) in entries {
+    let read = each(entries, |(key, entry)| {
         let action = match *key {
             "inject" => Action::Inject(entry.text()?),
             // May be empty: then only the marker follows the reasoning.
@@ -173,7 +178,7 @@ pub fn of_step(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             },
             "rewind" if entry.value.as_str() == Some("loop") => {
                 effects.push(StepEffect::RewindLoop);
-                continue;
+                return Ok(());
             }
             "rewind" => match whole(entry.value) {
                 Some(tokens) if tokens > 0 => Action::Rewind(tokens),
@@ -182,24 +187,26 @@ pub fn of_step(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             "ban" => {
                 lasting = true;
                 effects.push(ban(entry, steps)?);
-                continue;
+                return Ok(());
             }
             "bias" => {
                 lasting = true;
                 effects.push(bias(entry, steps)?);
-                continue;
+                return Ok(());
             }
             "stop" => Action::Stop(entry.text()?),
-            _ => continue,
+            _ => return Ok(()),
         };
         effects.push(StepEffect::Do(action));
-    }
+        Ok(())
+    });
+    both(both(timing, sampled), read)?;
     if timed && !lasting {
         let (_, entry) = &entries[0];
         let place = entry.place();
-        return Err(format!(
+        return Err(vec![format!(
             "{place}: `do.for` limits a ban, a bias or sampling, and the rule has none"
-        ));
+        )]);
     }
     // A rewind of a loop is the first action. Actions after a stop are dropped.
     effects.sort_by_key(|effect| match effect {
@@ -210,7 +217,7 @@ pub fn of_step(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     Ok(Effect::Step(effects))
 }
 
-fn ban(entry: &Entry, steps: u32) -> Result<StepEffect, String> {
+fn ban(entry: &Entry, steps: u32) -> Result<StepEffect, Mistakes> {
     let problem = format!(
         "must be a text, or a list of token ids and texts, for at most {MAX_TOKENS} tokens; a text stands \
          for {TOKENS_OF_TEXT}"
@@ -238,9 +245,9 @@ fn ban(entry: &Entry, steps: u32) -> Result<StepEffect, String> {
     })
 }
 
-fn bias(entry: &Entry, steps: u32) -> Result<StepEffect, String> {
+fn bias(entry: &Entry, steps: u32) -> Result<StepEffect, Mistakes> {
     let (mut tokens, mut texts) = (Vec::new(), Vec::new());
-    for (key, entry) in entry.entries("do.bias")? {
+    each(entry.entries("do.bias")?, |(key, entry)| {
         let bias = entry.float(-100.0, 100.0)?;
         match key.parse() {
             Ok(token) => tokens.push(TokenBias { token, bias }),
@@ -251,7 +258,8 @@ fn bias(entry: &Entry, steps: u32) -> Result<StepEffect, String> {
                 ));
             }
         }
-    }
+        Ok(())
+    })?;
     if !(1..=MAX_TOKENS).contains(&(tokens.len() + TOKENS_OF_TEXT * texts.len())) {
         return entry.error(&format!(
             "must have 1 to {MAX_TOKENS} tokens; a text stands for {TOKENS_OF_TEXT}"
@@ -269,7 +277,7 @@ fn is_bannable(text: &str) -> bool {
     (1..=EVENT_TEXT_BYTES).contains(&text.len())
 }
 
-pub fn of_tool_call(entries: &[(&str, Entry)]) -> Result<Effect, String> {
+pub fn of_tool_call(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
     let [(key, entry)] = entries else {
         let (_, entry) = &entries[0];
         return entry
@@ -281,15 +289,15 @@ pub fn of_tool_call(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     }))
 }
 
-pub fn of_text(entries: &[(&str, Entry)]) -> Result<Effect, String> {
+pub fn of_text(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
     let mut all = Vec::new();
-    for (key, entry) in entries {
+    each(entries, |(key, entry)| {
         let (path, is_word) = match *key {
             "replace" => ("do.replace", false),
             _ => ("do.replace_words", true),
         };
         let mut replaced = Vec::new();
-        for (old, entry) in entry.entries(path)? {
+        each(entry.entries(path)?, |(old, entry)| {
             let Some(new) = entry.value.as_str().map(str::to_owned) else {
                 return entry.error("must be a text, which may be empty");
             };
@@ -298,12 +306,14 @@ pub fn of_text(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             }
             let old = if is_word { old.to_lowercase() } else { old.to_owned() };
             replaced.push(Replacement { old, new, is_word });
-        }
+            Ok(())
+        })?;
         if replaced.is_empty() {
             return entry.error("must have entries: { \"old text\" = \"new text\" }");
         }
         all.append(&mut replaced);
-    }
+        Ok(())
+    })?;
     // Of two texts that begin at one place, the longer one is meant.
     all.sort_by_key(|replacement| std::cmp::Reverse(replacement.old.len()));
     Ok(Effect::Text(all))

@@ -2,15 +2,42 @@
 
 use toml::de::DeValue;
 
+/// What is wrong with a text of rules, a sentence each, with the rule and its line.
+pub type Mistakes = Vec<String>;
+
+/// Mistakes after which no further ones are looked for: the lines of each are counted from the beginning of the text.
+pub const MAX_MISTAKES: usize = 16;
+
 /// The line of a byte offset, from 1.
 pub fn line(text: &str, at: usize) -> usize {
-    text[..at.min(text.len())].bytes().filter(|byte| *byte == b'\n').count() + 1
+    text[..at.min(text.len())].matches('\n').count() + 1
 }
 
 /// A whole number from 0 to 4294967295.
 pub fn whole(value: &DeValue) -> Option<u32> {
     let number = value.as_integer()?;
     u32::from_str_radix(number.as_str(), number.radix()).ok()
+}
+
+/// Reads all entries; fails with the mistakes of each that has some.
+pub fn each<E>(
+    entries: impl IntoIterator<Item = E>,
+    mut read: impl FnMut(E) -> Result<(), Mistakes>,
+) -> Result<(), Mistakes> {
+    let mistakes = entries.into_iter().filter_map(|entry| read(entry).err());
+    let mistakes: Mistakes = mistakes.flatten().take(MAX_MISTAKES).collect();
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
+}
+
+/// Both results; fails with the mistakes of both.
+pub fn both<A, B>(
+    one: Result<A, Mistakes>,
+    other: Result<B, Mistakes>,
+) -> Result<(A, B), Mistakes> {
+    match (one, other) {
+        (Ok(one), Ok(other)) => Ok((one, other)),
+        (one, other) => Err(one.err().into_iter().chain(other.err()).flatten().collect()),
+    }
 }
 
 /// A value with its position.
@@ -38,12 +65,12 @@ impl<'a> Entry<'a> {
         format!("{}{dot}{}", self.above, self.name)
     }
 
-    pub fn error<T>(&self, problem: &str) -> Result<T, String> {
-        Err(format!("{}: `{}` {problem}", self.place(), self.path()))
+    pub fn error<T>(&self, problem: &str) -> Result<T, Mistakes> {
+        Err(vec![format!("{}: `{}` {problem}", self.place(), self.path())])
     }
 
     /// The entries of this table by name; `above` is its path in messages.
-    pub fn entries(&self, above: &'static str) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
+    pub fn entries(&self, above: &'static str) -> Result<Vec<(&'a str, Entry<'a>)>, Mistakes> {
         let DeValue::Table(table) = self.value else {
             return self.error("must be a table: { key = value }");
         };
@@ -55,23 +82,23 @@ impl<'a> Entry<'a> {
         Ok(entries.collect())
     }
 
-    pub fn unknown<T>(&self, allowed: &[&str]) -> Result<T, String> {
+    pub fn unknown<T>(&self, allowed: &[&str]) -> Result<T, Mistakes> {
         let (place, key, allowed) = (self.place(), self.path(), allowed.join(", "));
         let hint = match self.above {
             "when" => "; for the opposite of a condition, put it into `unless`",
             _ => "",
         };
-        Err(format!("{place}: unknown key `{key}`; expected one of {allowed}{hint}"))
+        Err(vec![format!("{place}: unknown key `{key}`; expected one of {allowed}{hint}")])
     }
 
-    pub fn text(&self) -> Result<String, String> {
+    pub fn text(&self) -> Result<String, Mistakes> {
         match self.value {
             DeValue::String(text) if !text.is_empty() => Ok(text.to_string()),
             _ => self.error("must be a text that is not empty"),
         }
     }
 
-    pub fn texts(&self) -> Result<Vec<String>, String> {
+    pub fn texts(&self) -> Result<Vec<String>, Mistakes> {
         let list = match self.value {
             DeValue::String(text) => vec![Some(text.to_string())],
             DeValue::Array(list) => {
@@ -88,18 +115,18 @@ impl<'a> Entry<'a> {
         }
     }
 
-    pub fn lower(&self) -> Result<Vec<String>, String> {
+    pub fn lower(&self) -> Result<Vec<String>, Mistakes> {
         Ok(self.texts()?.iter().map(|text| text.to_lowercase()).collect())
     }
 
-    pub fn bool(&self) -> Result<bool, String> {
+    pub fn bool(&self) -> Result<bool, Mistakes> {
         match self.value {
             DeValue::Boolean(value) => Ok(*value),
             _ => self.error("must be true or false"),
         }
     }
 
-    pub fn number(&self) -> Result<u32, String> {
+    pub fn number(&self) -> Result<u32, Mistakes> {
         match whole(self.value) {
             Some(number) => Ok(number),
             None => self.error("must be a whole number from 0 to 4294967295"),
@@ -107,14 +134,14 @@ impl<'a> Entry<'a> {
     }
 
     /// A whole number that is not 0.
-    pub fn count(&self) -> Result<u32, String> {
+    pub fn count(&self) -> Result<u32, Mistakes> {
         match self.number()? {
             0 => self.error("must be at least 1"),
             count => Ok(count),
         }
     }
 
-    pub fn float(&self, least: f32, most: f32) -> Result<f32, String> {
+    pub fn float(&self, least: f32, most: f32) -> Result<f32, Mistakes> {
         let digits = match self.value {
             DeValue::Integer(number) if number.radix() == 10 => number.as_str(),
             DeValue::Float(number) => number.as_str(),

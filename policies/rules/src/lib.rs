@@ -30,6 +30,7 @@ mod replace;
 mod rule;
 mod when;
 
+use entry::Mistakes;
 use replace::Replacement;
 use rule::{Effect, Rule, StepEffect};
 use steersman_policy::{
@@ -59,7 +60,7 @@ const LOOPS: LoopRule =
 #[derive(Default)]
 pub struct Rules {
     /// The rules that `on-prompt` parsed, for `on-request`; `None` if they were packed.
-    parsed: Option<Result<Vec<Rule>, String>>,
+    parsed: Option<Result<Vec<Rule>, Mistakes>>,
     system: Vec<String>,
     /// The rules whose conditions on the request hold.
     rules: Vec<Rule>,
@@ -81,8 +82,9 @@ impl Policy for Rules {
     fn on_params(&mut self, params: ParamsView) -> PreparedParams {
         let mut prepared = PreparedParams::default();
         let rules = params.param("rules").map(parse::rules);
-        let rules = rules.transpose().unwrap_or_else(|problem| {
-            prepared.problems.push(format!("parameter `rules`: {problem}"));
+        let rules = rules.transpose().unwrap_or_else(|mistakes| {
+            let mistakes = mistakes.iter().map(|mistake| format!("parameter `rules`: {mistake}"));
+            prepared.problems.extend(mistakes);
             None
         });
         let has = |is: fn(&Effect) -> bool| rules.iter().flatten().any(|rule| is(&rule.effect));
@@ -136,8 +138,8 @@ impl Policy for Rules {
         };
         match rules {
             Ok(rules) => self.rules = rules,
-            Err(problem) if strict => steersman_policy::failure::fail(&problem),
-            Err(problem) => notes.push(format!("rules ignored: {problem}")),
+            Err(mistakes) if strict => steersman_policy::failure::fail(&mistakes.join("; ")),
+            Err(mistakes) => notes.push(format!("rules ignored: {}", mistakes.join("; "))),
         }
         for rule in &mut self.rules {
             match &mut rule.effect {
@@ -206,14 +208,14 @@ steersman_policy::export!(Rules, with on_text);
 /// Checks a text of rules.
 ///
 /// # Errors
-/// The mistake, with the rule and its line.
+/// The mistakes, with their rules and lines.
 pub fn check(text: &str) -> Result<(), String> {
-    parse::rules(text).map(|_| ())
+    parse::rules(text).map(|_| ()).map_err(|mistakes| mistakes.join("; "))
 }
 
 /// Parses the parameter `rules`.
-fn parse(text: Option<&str>) -> Result<Vec<Rule>, String> {
-    parse::rules(text.ok_or("the parameter `rules` is missing")?)
+fn parse(text: Option<&str>) -> Result<Vec<Rule>, Mistakes> {
+    parse::rules(text.ok_or_else(|| vec!["the parameter `rules` is missing".into()])?)
 }
 
 /// Takes the parameter `rules`. It stays in memory, which ends with the request, so that rules can borrow its texts.

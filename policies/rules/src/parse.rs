@@ -7,7 +7,7 @@ use steersman_policy::Phase;
 use toml::de::{DeTable, DeValue};
 
 use super::effect;
-use super::entry::{Entry, line};
+use super::entry::{Entry, MAX_MISTAKES, Mistakes, both, each, line};
 use super::rule::{Effect, Rule, StepEffect};
 use super::when::{Condition, Texts, waits_for_event, waits_for_loop};
 
@@ -106,35 +106,58 @@ const MAX_REPLACED: usize = 64;
 /// Parses a text of rules.
 ///
 /// # Errors
-/// The mistake, with the rule and its line.
-pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
+/// All mistakes up to [`MAX_MISTAKES`], as far as the text is TOML.
+pub fn rules(text: &str) -> Result<Vec<Rule>, Mistakes> {
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line(text, span.start));
-        format!("line {line}: {}", error.message())
+        vec![format!("line {line}: {}", error.message())]
     })?;
-    let mut rules = Vec::new();
-    let mut most = Most::default();
+    let (mut rules, mut mistakes) = (Vec::new(), Mistakes::new());
+    let (mut most, mut is_exceeded) = (Most::default(), false);
     for (key, value) in table.get_ref() {
-        let at = line(text, key.span().start);
+        if mistakes.len() >= MAX_MISTAKES {
+            break;
+        }
         let list = match (key.get_ref().as_ref(), value.get_ref()) {
             ("rule", DeValue::Array(list)) => list,
-            (key, _) => {
-                return Err(format!("line {at}: unknown key `{key}`; rules begin with `[[rule]]`"));
+            (other, _) => {
+                let at = line(text, key.span().start);
+                let problem = "rules begin with `[[rule]]`";
+                mistakes.push(format!("line {at}: unknown key `{other}`; {problem}"));
+                continue;
             }
         };
         for (number, value) in (1..).zip(list.iter()) {
+            if mistakes.len() >= MAX_MISTAKES {
+                break;
+            }
             let at = value.span().start;
             let value = value.get_ref();
             let entry = Entry { rule: number, at, above: "", name: "rule", value, text };
-            let rule = rule(&entry)?;
-            most.add(&rule.effect, &entry)?;
-            rules.push(rule);
+            match rule(&entry) {
+                Ok(rule) => {
+                    // Each further rule would exceed it, too.
+                    if !is_exceeded && let Err(problem) = most.add(&rule.effect, &entry) {
+                        is_exceeded = true;
+                        mistakes.push(problem);
+                    }
+                    rules.push(rule);
+                }
+                Err(some) => mistakes.extend(some),
+            }
         }
     }
-    if rules.is_empty() {
-        return Err("no `[[rule]]` found".into());
+    if mistakes.is_empty() && rules.is_empty() {
+        mistakes.push("no `[[rule]]` found".into());
     }
-    Ok(rules)
+    if mistakes.is_empty() {
+        return Ok(rules);
+    }
+    if mistakes.len() >= MAX_MISTAKES {
+        mistakes.truncate(MAX_MISTAKES);
+        mistakes.push("there may be more".into());
+    }
+    Err(mistakes)
 }
 
 /// What the rules so far may do at most.
@@ -188,11 +211,11 @@ impl Most {
     }
 }
 
-fn rule(entry: &Entry) -> Result<Rule, String> {
+fn rule(entry: &Entry) -> Result<Rule, Mistakes> {
     let (mut when, mut unless) = (Vec::new(), Vec::new());
     let mut effect = None;
     let mut times = None;
-    for (key, entry) in entry.entries("")? {
+    let read = each(entry.entries("")?, |(key, entry)| {
         match key {
             "when" => when = entry.entries("when")?,
             "unless" => unless = entry.entries("unless")?,
@@ -200,11 +223,29 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
             "times" => times = Some(entry.number()?),
             _ => return entry.unknown(&["when", "unless", "do", "times"]),
         }
-    }
+        Ok(())
+    });
     let Some(effect) = effect.filter(|effect| !effect.is_empty()) else {
-        return Err(format!("{}: `do` is missing", entry.place()));
+        // It may be no table.
+        read?;
+        return Err(vec![format!("{}: `do` is missing", entry.place())]);
     };
-    let hook = hook(&effect, when.iter().chain(&unless))?;
+    let mut conditions = Vec::new();
+    let negated = when.iter().map(|one| (one, false)).chain(unless.iter().map(|one| (one, true)));
+    let conditioned = each(negated, |(one, is_negated)| {
+        // What is unknown is the mistake of `hook`.
+        if let Some(found) = condition(one)? {
+            conditions.push(if is_negated { found.negated() } else { found });
+        }
+        Ok(())
+    });
+    let hook = hook(&effect, when.iter().chain(&unless));
+    let read = both(both(read, conditioned), hook);
+    // With a wrong key, nobody knows in which hook the rule applies.
+    let hook = match read {
+        Ok((_, hook)) => hook,
+        Err(mistakes) => return Err(mistakes),
+    };
     let has_times = hook & (STEP | TOOL_CALL) != 0;
     if times.is_some() && !has_times {
         let place = entry.place();
@@ -212,11 +253,8 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
             TEXT => "it replaces all texts",
             _ => "the rule applies once",
         };
-        return Err(format!("{place}: `times` has no effect: {how_often}, {}", name(hook)));
-    }
-    let mut conditions = when.iter().map(condition).collect::<Result<Vec<_>, _>>()?;
-    for negated in &unless {
-        conditions.push(condition(negated)?.negated());
+        let problem = format!("{place}: `times` has no effect: {how_often}, {}", name(hook));
+        return Err(vec![problem]);
     }
     let when = conditions;
     let effect = match hook {
@@ -230,7 +268,8 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
         && effects.contains(&StepEffect::RewindLoop)
         && !waits_for_loop(&when)
     {
-        return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place()));
+        let place = entry.place();
+        return Err(vec![format!("{place}: `do.rewind` = \"loop\" needs `when.loop` = true")]);
     }
     let waits = hook != STEP || waits_for_event(&when);
     Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, effect })
@@ -240,10 +279,11 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
 fn hook<'a>(
     effect: &'a [(&'a str, Entry<'a>)],
     when: impl Iterator<Item = &'a (&'a str, Entry<'a>)>,
-) -> Result<Hooks, String> {
+) -> Result<Hooks, Mistakes> {
     let mut hooks = ALL;
     // `do` comes first, so that a message names the condition that does not fit.
-    for (table, (key, entry)) in effect.iter().map(|e| (DO, e)).chain(when.map(|e| (WHEN, e))) {
+    let all = effect.iter().map(|e| (DO, e)).chain(when.map(|e| (WHEN, e)));
+    each(all, |(table, (key, entry))| {
         let Some((_, known)) = table.iter().find(|(name, _)| name == key) else {
             let allowed: Vec<_> = table.iter().map(|(name, _)| *name).collect();
             return entry.unknown(&allowed);
@@ -256,7 +296,8 @@ fn hook<'a>(
             ));
         }
         hooks &= known;
-    }
+        Ok(())
+    })?;
     Ok(hooks & hooks.wrapping_neg()) // the lowest bit
 }
 
@@ -271,10 +312,11 @@ fn name(hooks: Hooks) -> &'static str {
     }
 }
 
-fn condition((key, entry): &(&str, Entry)) -> Result<Condition, String> {
+/// A condition; `None` for an unknown key.
+fn condition((key, entry): &(&str, Entry)) -> Result<Option<Condition>, Mistakes> {
     let texts = || entry.texts().map(Texts::from_iter);
     let lower = || entry.lower().map(Texts::from_iter);
-    Ok(match *key {
+    Ok(Some(match *key {
         "profile" => Condition::Profile(texts()?),
         "model" => Condition::Model(texts()?),
         "family" => Condition::Family(texts()?),
@@ -312,6 +354,6 @@ fn condition((key, entry): &(&str, Entry)) -> Result<Condition, String> {
         "arguments_contain" => Condition::ArgumentsContain(texts()?),
         "repeats_over" => Condition::RepeatsOver(entry.number()?),
         "calls_over" => Condition::CallsOver(entry.number()?),
-        other => unreachable!("`hook` refused {other}"),
-    })
+        _ => return Ok(None),
+    }))
 }

@@ -469,6 +469,46 @@ fn rules_are_packed_once_and_a_mistake_is_a_problem() {
     );
 }
 
+/// They were told one at a time: a text with five mistakes took five attempts.
+#[test]
+fn all_mistakes_are_told_with_their_rules_and_lines() {
+    let rules = "[[rule]]\nwhen = { usr_over = 5, user_under = 'x' }\nunless = { phase = 'x' }\n\
+                 do = { nte = 'n' }\n\
+                 [[rule]]\ndo = { reasoning = 1, temperature = 11, note = 'n', max_tokens = 0 }\n\
+                 [[rule]]\ndo = { note = 'right' }\n\
+                 [[rule]]\ndo = 5\nwhat = 1\n\
+                 [[rule]]\ndo = { replace = { a = 1, b = 2 } }\n\
+                 [other]\n";
+    let params = vec![("rules".to_owned(), rules.to_owned())];
+    let view = ParamsView { params, ..ParamsView::default() };
+    let problems = Rules::default().on_params(view).problems;
+    for expected in [
+        "rule 1, line 2: `when.user_under` must be",
+        "rule 1, line 3: `unless.phase` must be",
+        "rule 1, line 4: unknown key `do.nte`",
+        "rule 1, line 2: unknown key `when.usr_over`",
+        "rule 2, line 6: `do.reasoning` must be true or false",
+        "rule 2, line 6: `do.temperature` must be",
+        "rule 2, line 6: `do.max_tokens` must be at least 1",
+        "rule 4, line 10: `do` must be a table",
+        "rule 4, line 11: unknown key `what`",
+        "rule 5, line 13: `do.replace.a` must be a text",
+        "rule 5, line 13: `do.replace.b` must be a text",
+        "line 14: unknown key `other`",
+    ] {
+        let expected = format!("parameter `rules`: {expected}");
+        let count = problems.iter().filter(|problem| problem.starts_with(&expected)).count();
+        assert_eq!(count, 1, "{expected} is in {problems:#?}");
+    }
+    assert_eq!(problems.len(), 12, "{problems:#?}");
+    // A limit that all further rules exceed is one mistake, and of many mistakes the first are told.
+    let many = check(&"[[rule]]\ndo = { ban = [1] }\n".repeat(40)).unwrap_err();
+    assert_eq!(many.matches("with this rule").count(), 1, "{many}");
+    let many = check(&"[[rule]]\ndo = { typo = 1 }\n".repeat(40)).unwrap_err();
+    assert_eq!(many.matches("unknown key").count(), 16, "{many}");
+    assert!(many.ends_with("; there may be more"), "{many}");
+}
+
 #[test]
 fn a_mistake_in_one_rule_disables_all_rules() {
     let rules = "[[rule]]\ndo = { reasoning_budget = 5, ban = [1] }";

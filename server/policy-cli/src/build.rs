@@ -241,7 +241,7 @@ fn compile(folder: &Path, name: &str, target: &Path) -> Result<Vec<u8>> {
         cargo.arg("-Zbuild-std=std,panic_abort").env("RUSTC_BOOTSTRAP", "1").env("RUSTC", rustc);
     }
     cargo.env("RUSTFLAGS", flags);
-    finish(cargo, "install Rust")?;
+    explained(cargo, "install Rust", unexported::in_cargo)?;
     let file = format!("{}.wasm", name.replace('-', "_"));
     read(&target.join(TARGET).join("release").join(file))
         .context("the crate made no module; its Cargo.toml needs [lib] crate-type = [\"cdylib\"]")

@@ -56,7 +56,7 @@ pub fn warn(folder: &Path, exported: &[impl AsRef<str>], out: &mut impl Write) -
         let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
         for Definition { hook, rust, javascript, python, c } in &missing {
             let (begin, remedy) = match path.extension().and_then(|ending| ending.to_str()) {
-                Some("rs") => (rust, in_rust(hook)),
+                Some("rs") => (rust, in_rust(hook, &text)),
                 Some("js") => (javascript, in_world(hook)),
                 Some("py") => (python, in_world(hook)),
                 _ => (c, in_world(hook)),
@@ -73,6 +73,20 @@ pub fn warn(folder: &Path, exported: &[impl AsRef<str>], out: &mut impl Write) -
         }
     }
     Ok(())
+}
+
+/// What rustc's error means, if it is about the form of `export!`: it names the token that does not fit, and no form
+/// that would.
+pub fn in_cargo(messages: &str) -> Option<String> {
+    let (_, rest) = messages.split_once("error: no rules expected ")?;
+    let error = rest.split("\n\n").next()?;
+    let place = error.lines().find_map(|line| line.trim_start().strip_prefix("--> "))?;
+    error.contains("export!(").then(|| {
+        format!(
+            "{place}: `export!` has one of these forms: export!(TYPE), export!(TYPE, without on_tool_call), \
+             export!(TYPE, with on_text), and in this order export!(TYPE, without on_tool_call, with on_text)"
+        )
+    })
 }
 
 /// What componentize-py's traceback means, if it is about a hook or an import that `wit/world.wit` does not name.
@@ -113,8 +127,12 @@ fn is_comment(line: &str) -> bool {
     ["//", "#", "*"].iter().any(|mark| line.trim_start().starts_with(mark))
 }
 
-fn in_rust(hook: &str) -> String {
+/// The remedy in the source `text`, whose macro may leave out another hook already.
+fn in_rust(hook: &str, text: &str) -> String {
     match hook {
+        "on-text" if text.contains("without on_tool_call") => {
+            "write `export!(TYPE, without on_tool_call, with on_text)`".into()
+        }
         "on-text" => "write `export!(TYPE, with on_text)`".into(),
         "on-tool-call" => "remove `without on_tool_call` from `export!`".into(),
         _ => "export the policy with `steersman_policy::export!`".into(),
@@ -191,6 +209,33 @@ mod tests {
         let warned = warnings("src/lib.rs", call, &["on-step"]);
         assert!(warned[0].ends_with("remove `without on_tool_call` from `export!`"), "{warned:?}");
         assert_eq!(warnings("src/lib.rs", &format!("// {call}"), &["on-step"]), [""; 0]);
+    }
+
+    /// `no rules expected` told an author who wrote both in the other order neither what fits nor what to do.
+    #[test]
+    fn the_forms_of_export_are_told_where_another_one_is_written() {
+        let error = "warning: unused variable\n\nerror: no rules expected `,`\n  --> src/lib.rs:9:42\n   |\n\
+                     9 | steersman_policy::export!(Calm, with on_text, without on_tool_call);\n   |  ^ no rules\n\n\
+                     error: could not compile `calm`";
+        let problem = in_cargo(error).unwrap();
+        assert!(
+            problem.starts_with("src/lib.rs:9:42: `export!` has one of these forms: "),
+            "{problem}"
+        );
+        assert!(
+            problem.ends_with("export!(TYPE, without on_tool_call, with on_text)"),
+            "{problem}"
+        );
+        assert_eq!(in_cargo("error[E0308]: mismatched types\n --> src/lib.rs:1:1"), None);
+        assert_eq!(
+            in_cargo("error: no rules expected `x`\n --> src/lib.rs:1:1\n1 | vec!(x y)"),
+            None
+        );
+        let source =
+            "fn on_text(&mut self, view: TextView) {}\nexport!(A, without on_tool_call);\n";
+        let warned = warnings("src/lib.rs", source, &["on-step"]);
+        let both = "write `export!(TYPE, without on_tool_call, with on_text)`";
+        assert!(warned[0].ends_with(both), "{warned:?}");
     }
 
     #[test]
