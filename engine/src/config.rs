@@ -9,8 +9,7 @@ use serde::{Deserialize, Serialize};
 use steersman_policy_host::{PolicyConfig, ProfilePolicies};
 
 use crate::error::{ConfigError, Error, Result};
-use crate::policy::Counted;
-use crate::request::Sampling;
+pub use crate::request::profile::{Profile, ProfileLimits};
 
 /// Most requests that may wait.
 const MAX_QUEUE: u64 = 4096;
@@ -329,37 +328,6 @@ impl Default for StoreConfig {
     }
 }
 
-/// The policies and limits of a group of requests.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Profile {
-    /// Its policies, and how they run.
-    pub policy: ProfilePolicies,
-    /// Limits of its requests.
-    pub limits: ProfileLimits,
-    /// Models and profiles to which its policies may route requests, as they name them.
-    pub routes: Vec<String>,
-    /// Files with prefixes that are computed at the start: `{"messages": [..], "tools": [..]}` as in a
-    /// chat request.
-    pub warm: Vec<PathBuf>,
-    /// Sampling parameters that the client does not set; overrides the model's
-    /// `generation_config.json`.
-    pub sampling: Option<Sampling>,
-}
-
-/// Limits of the requests of a profile; 0 is no limit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ProfileLimits {
-    /// Tokens of a prompt; a longer one is refused.
-    pub prompt_tokens: usize,
-    /// Reasoning tokens, whatever client and policy ask for.
-    pub reasoning_budget: u32,
-    /// Tokens of a reply, reasoning included, whatever the client asks for.
-    pub max_tokens: u32,
-    /// What the client's limit on tokens counts; `None`: what its API says, or the answer alone if the client did
-    /// not ask for reasoning.
-    pub limit_counts: Option<Counted>,
-}
-
 impl Config {
     /// The part of each profile for the policy host.
     pub fn profile_policies(&self) -> BTreeMap<String, ProfilePolicies> {
@@ -447,21 +415,10 @@ fn out_of_range(field: &'static str, problem: impl Into<String>) -> Error {
     Error::Config(ConfigError::Key { field, problem: problem.into() })
 }
 
-impl Profile {
-    fn problems(&self, name: &str) -> Vec<Error> {
-        let of = |key, problem| {
-            Error::Config(ConfigError::Profile { profile: name.into(), key, problem })
-        };
-        let sampling = self.sampling.and_then(|sampling| sampling.check().err());
-        let sampling = sampling.map(|problem| of(".sampling", problem));
-        let policies = self.policy.check(name).err().map(|problem| of("", problem));
-        sampling.into_iter().chain(policies).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::Sampling;
 
     /// `queue = 2^61` panicked, and requests failed or were answered with noise under the others.
     #[test]

@@ -14,36 +14,35 @@ mod device;
 mod draft;
 mod engine;
 mod engine_thread;
-mod error;
 mod file;
 mod grammar;
 mod job;
 mod kernel_check;
 mod kernels;
 mod lazy;
-mod live;
 pub mod loading;
 mod measure;
 mod model;
 mod nn;
 mod prefix;
 mod processor;
-pub mod request;
 mod sample;
 mod schedule;
 mod sequence;
-mod span;
 mod store;
 mod text;
 
 pub use decode::{policies, start};
 pub use engine::{Engine, Info};
 pub use engine_thread::EngineThread;
-pub use error::{ConfigError, Error, RequestError, Result, StoreError};
 /// Version of MLX.
 pub use mlx_sys::VERSION as MLX_VERSION;
 /// The policy host: contract, versions, traces.
 pub use steersman_policy_host as policy;
+/// Input and output: the server builds a `Request`, and gets `Event`s.
+pub use steersman_request as request;
+pub use steersman_request::error::{ConfigError, Error, RequestError, Result, StoreError};
+use steersman_request::{error, live, span};
 
 /// Commands over a model or a prefix store, without a running engine.
 pub mod tools {

@@ -30,7 +30,6 @@
 //! There is no trait: the prefix cache holds live arrays, which is a different interface.
 
 mod env;
-mod error;
 mod format;
 mod index;
 mod keys;
@@ -41,7 +40,6 @@ mod redb;
 mod report;
 
 pub use self::env::{StoreEnv, WallClock};
-pub use self::error::StoreError;
 pub use self::format::Layout;
 pub use self::keys::{BLOCK_TOKENS, Key, KeyChain, state_key};
 pub(crate) use self::lru::{Lru, Recency};
@@ -51,6 +49,7 @@ pub use self::redb::{
     ImportReport, KindSize, RedbStore, StoreFile, StoreReporter, StoredPrefix, VerifyReport,
 };
 pub use self::report::{StoreCounts, StoreReport, StoredSize};
+pub use crate::error::StoreError;
 
 /// One entry of the store.
 #[derive(Debug, Clone, PartialEq)]

@@ -39,7 +39,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    pub(super) fn io(path: impl Into<PathBuf>, error: impl Into<Arc<io::Error>>) -> Self {
+    /// The error of an operation on the file `path`.
+    pub fn io(path: impl Into<PathBuf>, error: impl Into<Arc<io::Error>>) -> Self {
         use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         let (path, error) = (path.into(), error.into());
         match error.kind() {

@@ -1,10 +1,18 @@
-//! Input and output of the engine: plain data without arrays, HTTP or Wasm.
+//! Input and output of the engine and of upstreams: plain data without arrays, HTTP or Wasm.
 //!
-//! The server builds a [`Request`]; the engine answers with [`Event`]s. A test can write all of
-//! these by hand.
+//! The server builds a [`Request`]; what serves its model answers with [`Event`]s. A test can write all of
+//! these by hand. What policies see of a request, and do to it before it starts, is the same for all models:
+//! [`view`] and [`calls`]. Links no MLX.
 
+pub mod calls;
+pub mod error;
 mod event;
+pub mod live;
 mod message;
+pub mod profile;
+pub mod span;
+mod store_error;
+pub mod view;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,6 +23,9 @@ use serde_json::{Map, Value};
 pub use self::event::{Event, FinishReason, Finished, Logprob, PromptToken, TokenLogprob, Usage};
 pub use self::message::{Arguments, CallDelta, FunctionCall, Message, ToolCall};
 use self::message::{VALUE_BYTES, map_bytes, value_bytes};
+use steersman_policy_host as policy;
+
+pub use crate::error::{ConfigError, Error, RequestError, StoreError, UpstreamFault};
 use crate::live::Live;
 use crate::policy::{
     AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
@@ -97,7 +108,7 @@ pub struct Request {
 
 impl Request {
     /// Whether all tokens of its prompt must run, saved or not.
-    pub(crate) fn needs_whole_prompt(&self) -> bool {
+    pub fn needs_whole_prompt(&self) -> bool {
         self.prompt_logprobs.is_some() || self.embedding.is_some()
     }
 

@@ -52,8 +52,15 @@ pub enum Event {
         /// Most tokens of answer and tool calls, if they are limited apart from the reasoning.
         max_answer_tokens: Option<u32>,
     },
-    /// A policy has routed the request to another model or profile. This event precedes `Started`. The engine never sends
-    /// it: the follower of [`RequestError::Routed`](crate::RequestError::Routed) does.
+    /// The prompt's tokens as they were counted, which `Started` could not say: an upstream counts them while it replies.
+    PromptCounted {
+        /// [`Usage::prompt_tokens`]
+        prompt_tokens: u32,
+        /// [`Usage::cached_tokens`]
+        cached_tokens: u32,
+    },
+    /// A policy has routed the request to another model or profile, or its upstream could not answer and a fallback does. This event precedes `Started`. No model
+    /// sends it: the follower of [`RequestError::Routed`](crate::RequestError::Routed) does.
     Routed {
         /// Name of the model.
         model: String,

@@ -25,17 +25,17 @@ impl RequestSpan {
     }
 
     /// The span of a prompt that runs.
-    pub(crate) fn prefill(&self, prompt_tokens: usize, cached_tokens: usize) -> Span {
+    pub fn prefill(&self, prompt_tokens: usize, cached_tokens: usize) -> Span {
         tracing::debug_span!(parent: &self.0, "prefill", prompt_tokens, cached_tokens)
     }
 
     /// The span of a reply.
-    pub(crate) fn decode(&self) -> Span {
+    pub fn decode(&self) -> Span {
         tracing::debug_span!(parent: &self.0, "decode")
     }
 
     /// Calls the policies within a span of the call.
-    pub(crate) fn ask<T: HookInput>(
+    pub fn ask<T: HookInput>(
         &self,
         policies: &mut Session,
         input: &T,
@@ -44,7 +44,7 @@ impl RequestSpan {
     }
 
     /// The span of a call of the policies; without traces that of the request, whose fields log lines then have.
-    pub(crate) fn hook(&self, hook: &'static str) -> Span {
+    pub fn hook(&self, hook: &'static str) -> Span {
         let span = tracing::debug_span!(parent: &self.0, "hook", hook);
         if span.is_disabled() { self.0.clone() } else { span }
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use steersman_policy_host as policy;
 
-pub use crate::store::StoreError;
+pub use crate::store_error::StoreError;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -171,6 +171,48 @@ pub enum RequestError {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// An upstream refuses the request: its words, without its key.
+    #[error("the upstream `{upstream}` refuses the request: {message}")]
+    UpstreamRefused {
+        /// Name of the upstream.
+        upstream: String,
+        /// HTTP status, 400 to 499.
+        status: u16,
+        /// What it says.
+        message: String,
+    },
+    /// An upstream cannot answer, or not now.
+    #[error("the upstream `{upstream}` {problem}")]
+    Upstream {
+        /// Name of the upstream.
+        upstream: String,
+        /// Who is to do what.
+        fault: UpstreamFault,
+        /// What is wrong, without its key.
+        problem: String,
+        /// Seconds after which it may be asked again, if that is known.
+        retry_after_s: Option<u64>,
+    },
+}
+
+/// Why an upstream did not answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UpstreamFault {
+    /// It, or its limits in the configuration, take no more requests now.
+    Busy,
+    /// It cannot be reached, is overloaded, or has failed so often that it is not asked.
+    Unavailable,
+    /// It sent something else than a reply.
+    Failed,
+    /// It took too long.
+    TimedOut,
+}
+
+impl RequestError {
+    /// Returns true if another model may answer the request instead.
+    pub fn is_of_upstream(&self) -> bool {
+        matches!(self, Self::Upstream { .. })
+    }
 }
 
 /// A problem that the operator can solve.
@@ -216,7 +258,8 @@ pub enum ConfigError {
 
 impl Error {
     /// This error of several requests, for one of them.
-    pub(crate) fn shared(&self) -> Self {
+    #[must_use]
+    pub fn shared(&self) -> Self {
         match self {
             Self::Panic { stage, message } => Self::Panic { stage, message: message.clone() },
             Self::Array(problem) => Self::Array(problem.clone()),
@@ -232,7 +275,7 @@ impl Error {
 ///
 /// # Errors
 /// As `work`, and if it panics.
-pub(crate) fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
         let message = text.or_else(|| panic.downcast_ref().cloned());
