@@ -271,6 +271,7 @@ fn keys(options: Keys) -> Result<()> {
         profiles: file.profiles.keys().cloned().collect(),
         closed_profiles: closed.map(|(name, _)| name.clone()).collect(),
         is_closed: !file.server.api_keys.is_empty(),
+        has_operators: !file.server.admin_keys.is_empty(),
     };
     keys::run(&options.task, &configured, &data_dir, &mut std::io::stdout().lock())
 }

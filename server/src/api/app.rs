@@ -53,6 +53,8 @@ pub struct App {
     pub(super) uploads: Semaphore,
     /// Limits rollbacks to one at a time.
     pub(super) rollbacks: Semaphore,
+    /// Limits changes of keys to one at a time.
+    pub(super) key_changes: Arc<Semaphore>,
     /// Limits traces that are read at a time.
     pub(super) trace_readers: Arc<Semaphore>,
     /// The download of a model that runs.
@@ -89,6 +91,7 @@ impl App {
             responses: store,
             uploads: Semaphore::new(1),
             rollbacks: Semaphore::new(1),
+            key_changes: Arc::new(Semaphore::new(1)),
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
             hub,

@@ -20,6 +20,7 @@ pub mod fields;
 mod handle;
 mod health;
 pub mod json;
+mod keys;
 mod log;
 mod metrics;
 mod middleware;
@@ -128,6 +129,8 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/delete", delete(remove::delete_as_ollama))
         .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/keys", get(keys::list).post(keys::create))
+        .route("/v1/keys/{name}/revoke", post(keys::revoke))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
         .route("/v1/policies/{name}/rollback", post(policies::roll_back))

@@ -19,8 +19,10 @@ use super::openapi::{
 use super::protocol::Protocol;
 use super::rerank::{self, Rerank};
 use super::responses::{self, Responses};
-use super::schema::shapes::{Detokenize, OpenSession, Pull, Show, Tokenize};
-use super::{cache, health, models, policies, profiles, pull, requests, session, tokens, trace};
+use super::schema::shapes::{CreateKey, Detokenize, OpenSession, Pull, RevokeKey, Show, Tokenize};
+use super::{
+    cache, health, keys, models, policies, profiles, pull, requests, session, tokens, trace,
+};
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
 pub const OPERATIONS: &[Operation] = &[
@@ -177,6 +179,21 @@ pub const OPERATIONS: &[Operation] = &[
         replies: &[],
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
+    get("/v1/keys", "Created keys", &[(JSON, reply::<keys::KeyList>)]).with_key(Key::Operator),
+    post(
+        "/v1/keys",
+        "Creates a key",
+        (JSON, body::<CreateKey>),
+        &[(JSON, reply::<keys::CreatedKey>)],
+    )
+    .with_key(Key::Operator),
+    post(
+        "/v1/keys/{name}/revoke",
+        "Revokes a key",
+        (JSON, body::<RevokeKey>),
+        &[(JSON, reply::<keys::RevokedKey>)],
+    )
+    .with_key(Key::Operator),
     get("/v1/policies", "Active versions of policies", &[(JSON, reply::<policies::PoliciesBody>)]),
     post(
         "/v1/policies/{name}",
