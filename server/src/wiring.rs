@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use steersman_models::hub::Hub;
 
 use crate::config::Reloads;
 use crate::keys::KeyFile;
 use crate::link::Link;
+use crate::log::Recent;
 use crate::reload::ReloadCounts;
 
 /// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
@@ -25,6 +27,10 @@ pub struct Wiring {
     pub reload_counts: Arc<ReloadCounts>,
     /// Where models are downloaded from, if not from the hub that the environment names.
     pub hub: Option<Hub>,
+    /// The newest lines of the log.
+    pub log: Recent,
+    /// Time between two samples of what the server does; none are taken without it.
+    pub samples: Option<Duration>,
 }
 
 impl Wiring {

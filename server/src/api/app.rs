@@ -14,12 +14,14 @@ use tokio::time::Instant;
 use super::access::{Access, Admission, Caller, Destination};
 use super::body::{Bodies, Limit, ReadBody};
 use super::error::ApiError;
+use super::history::{self, History};
 use super::metrics::Metrics;
 use super::origin::Origins;
 use super::pulls::Pulls;
 use super::register::Register;
 use super::response_store::ResponseStore;
 use crate::config::{ProfileAccess, Reloads, ServerConfig};
+use crate::log::Recent;
 use crate::mcp::Mcp;
 use crate::models::Models;
 use crate::reload::ReloadCounts;
@@ -61,6 +63,10 @@ pub struct App {
     pub(super) pulls: Arc<Pulls>,
     /// Where models are downloaded from, if not what the environment says.
     pub(super) hub: Option<Hub>,
+    /// The newest lines of the log.
+    pub(super) log: Recent,
+    /// What the server did lately.
+    pub(super) history: History,
     /// How reloads of the configuration have ended, for metrics.
     pub(super) reload_counts: Arc<ReloadCounts>,
     pub(super) body_limit_bytes: usize,
@@ -71,9 +77,9 @@ impl App {
     /// The state of a server with `models`.
     ///
     /// # Panics
-    /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+    /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads or samples.
     pub fn new(models: Models, config: &ServerConfig, wiring: Wiring) -> Arc<Self> {
-        let Wiring { keys, link, responses, reloads, reload_counts, hub } = wiring;
+        let Wiring { keys, link, responses, reloads, reload_counts, hub, log, samples } = wiring;
         let lifetime = Duration::from_secs(config.responses_days * 86_400);
         let folder = responses.as_ref().filter(|_| config.responses_bytes > 0);
         let store = folder
@@ -95,12 +101,17 @@ impl App {
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
             hub,
+            log,
+            history: History::default(),
             reload_counts,
             body_limit_bytes: config.body_limit_bytes,
             request_timeout: Duration::from_secs(config.request_timeout_s),
         });
         if let Some(reloads) = reloads {
             tokio::spawn(follow(Arc::downgrade(&app), reloads));
+        }
+        if let Some(period) = samples {
+            tokio::spawn(history::follow(Arc::downgrade(&app), period));
         }
         app
     }

@@ -26,6 +26,10 @@ use crate::keys::{
 /// What a key may open.
 const OPENS: [&str; 3] = ["all_profiles", "operator", "profile"];
 
+/// The note to an operator by the one-time link, who has no other key: a server with created keys offers no link.
+const OF_LINK: &str = "you are an operator by the link that this server printed, and it prints none when it starts \
+                       again, since it has a key now: create a key of an operator for yourself";
+
 /// The created keys, oldest first.
 #[derive(Serialize, JsonSchema)]
 #[schemars(deny_unknown_fields)]
@@ -129,7 +133,14 @@ pub async fn create(
         let error = ApiError::profile_not_found(profile, known);
         return Err(ApiError { param: Some("profile".into()), ..error });
     }
-    let created = change(&app, file, configured, move |keys| keys.create(&new)).await?;
+    let created = change(&app, file, configured, move |keys| {
+        let mut created = keys.create(&new)?;
+        if !keys.has_operator() {
+            created.notes.push(OF_LINK.into());
+        }
+        Ok(created)
+    });
+    let created = created.await?;
     let entry = ListedKey::new(&created.entry, None);
     let (name, prefix, opens) = (&entry.name, &entry.prefix, entry.opens);
     tracing::info!(key = name, prefix, opens, "key created by an operator");

@@ -19,9 +19,11 @@ mod extension;
 pub mod fields;
 mod handle;
 mod health;
+mod history;
 pub mod json;
 mod keys;
 mod log;
+mod log_lines;
 mod metrics;
 mod middleware;
 mod models;
@@ -94,7 +96,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
 /// The router of the whole server, to be served or called in a test.
 ///
 /// # Panics
-/// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+/// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads or samples.
 pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring) -> Router {
     let app = App::new(models.into(), config, wiring);
     let clients = Router::new()
@@ -129,6 +131,8 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/delete", delete(remove::delete_as_ollama))
         .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/history", get(history::get))
+        .route("/v1/log", get(log_lines::get))
         .route("/v1/keys", get(keys::list).post(keys::create))
         .route("/v1/keys/{name}/revoke", post(keys::revoke))
         .route("/v1/policies", get(policies::list))

@@ -179,6 +179,9 @@ pub const OPERATIONS: &[Operation] = &[
         replies: &[],
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
+    get("/v1/history", "What the server did lately", &[(JSON, reply::<history::HistoryBody>)]),
+    get("/v1/log", "The newest lines of the log", &[(LINES, reply::<log_lines::LogLine>)])
+        .with_key(Key::Operator),
     get("/v1/keys", "Created keys", &[(JSON, reply::<keys::KeyList>)]).with_key(Key::Operator),
     post(
         "/v1/keys",

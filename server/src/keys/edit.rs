@@ -138,6 +138,11 @@ impl<'a> Editing<'a> {
         &self.keys.keys
     }
 
+    /// Whether a key of an operator works, here or in the configuration.
+    pub fn has_operator(&self) -> bool {
+        self.configured.has_operators || self.keys.has_operator_besides(None, Timestamp::now())
+    }
+
     /// Creates a key.
     ///
     /// # Errors
@@ -147,10 +152,7 @@ impl<'a> Editing<'a> {
         let mut notes: Vec<String> = self.closed_by(&new.opens).into_iter().collect();
         let created = Timestamp::now();
         let expires = new.lifetime_s.map(|seconds| expiry(created, seconds)).transpose()?;
-        let is_only_operator = new.opens == Opens::Operator
-            && !self.configured.has_operators
-            && !self.keys.has_operator_besides(None, created);
-        if is_only_operator && expires.is_some() {
+        if new.opens == Opens::Operator && expires.is_some() && !self.has_operator() {
             notes.push(
                 "this is the only key of an operator: create another before it expires, or create one on the \
                  server's machine with `steersman keys create NAME --operator`"

@@ -498,3 +498,26 @@ async fn the_last_operator_is_not_locked_out_without_a_word() {
     drop(log);
     assert!(lines.text().contains("last key of an operator"), "{}", lines.text());
 }
+
+/// A server with created keys prints no link when it starts again: its owner was no operator any more.
+#[tokio::test]
+async fn the_operator_of_the_link_is_told_to_keep_a_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let (link, token) = steersman::link::Link::new().unwrap();
+    let wiring = Wiring {
+        keys: Some(Arc::new(KeyFile::open(folder.path()).unwrap())),
+        link: Some(Arc::new(link)),
+        ..Wiring::default()
+    };
+    let app = app_wired(&ServerConfig::default(), wiring, answer).0;
+    let token = json!({"token": token});
+    let (_, session) = call(&app, "POST", "/v1/session", "", &token).await;
+    let owner = session["key"].as_str().unwrap();
+    let about_link = |made: &Value| made["notes"].to_string().contains("by the link");
+    let (_, made) = create(&app, owner, json!({"name": "laptop"})).await;
+    assert!(about_link(&made), "{made}");
+    let (_, made) = create(&app, owner, json!({"name": "me", "operator": true})).await;
+    assert!(!about_link(&made), "{made}");
+    // The link's key is none of the list.
+    assert!(listed(&app, owner).await.iter().all(|key| key["current"] == false));
+}
