@@ -75,6 +75,7 @@ const QUERIES: &[Row] = &[
     ("GET", "/v1/cache", &[("model", Read)]),
     ("GET", "/v1/history", &[("after", Read)]),
     ("GET", "/v1/log", &[("after", Read)]),
+    ("GET", "/v1/requests", &[("search", Read)]),
 ];
 
 /// The parameters of the route `path`, which may lack `/v1`.
