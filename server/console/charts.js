@@ -1,4 +1,4 @@
-// Small charts over time, as SVG: dots for requests, lines for samples.
+// Small charts over time, as SVG lines.
 
 import { h, svg, text, time } from "./dom.js";
 
@@ -12,11 +12,10 @@ function median(values) {
 
 /**
  * A chart of one quantity. `format` writes a value. `draw(points, from, to)` shows points `{at,
- * value}` between two times in
- * seconds since 1970; `isLine` joins them.
+ * value}` between two times in seconds since 1970.
  */
-export function chart(name, format, isLine = false) {
-  const path = svg("path", { class: isLine ? "line" : "dots" });
+export function chart(name, format) {
+  const path = svg("path", { class: "line" });
   const picture = svg(
     "svg",
     {
@@ -47,13 +46,8 @@ export function chart(name, format, isLine = false) {
         .map((place) => place.toFixed(1))
         .join(" "),
     );
-    // A line of no length with round ends is a dot, also where the picture is stretched.
-    path.setAttribute(
-      "d",
-      isLine
-        ? places.map((place, i) => `${i ? "L" : "M"}${place}`).join("")
-        : places.map((place) => `M${place}h0.01`).join(""),
-    );
+    // A line of no length with round ends is a dot: one sample is seen, too.
+    path.setAttribute("d", places.map((place, i) => (i ? `L${place}` : `M${place}h0.01`)).join(""));
     text(words, values.length ? `median ${format(median(values))}` : "nothing yet");
     text(most, values.length ? format(highest) : "");
     text(first, time(from));
@@ -62,19 +56,25 @@ export function chart(name, format, isLine = false) {
   return { element, draw };
 }
 
+/** Seconds of samples that are shown, and between two readings of them. */
+const SHOWN_S = 7200;
+const READ_S = 10;
+
 /**
- * Samples of the last quarter of an hour, taken once a second while the view of requests is open.
+ * The samples of the server, `GET /v1/history`: the server keeps two hours of them, so that a page
+ * that is opened or reloaded has them at once. Views share this one.
  */
-export class Samples {
-  #points = [];
-
-  add(value) {
-    const at = Date.now() / 1000;
-    this.#points.push({ at, value });
-    while (this.#points[0].at < at - 900) this.#points.shift();
-  }
-
-  points() {
-    return this.#points;
-  }
-}
+export const samples = {
+  list: [],
+  read: 0,
+  /** Returns the samples, oldest first, with what `get(path)` has of newer ones. */
+  async newest(get) {
+    const now = performance.now() / 1000;
+    if (this.list.length && now - this.read < READ_S) return this.list;
+    const { samples: newer } = await get(`/v1/history?after=${this.list.at(-1)?.at ?? 0}`);
+    this.read = now;
+    const all = [...this.list, ...newer];
+    this.list = all.filter(({ at }) => at > all.at(-1).at - SHOWN_S);
+    return this.list;
+  },
+};
