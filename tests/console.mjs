@@ -905,6 +905,55 @@ const TESTS = {
     await context.close();
   },
 
+  async "a download shows how far it is, is stopped, and is seen by who did not ask for it"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    let running = null;
+    let stopped = 0;
+    let body = "";
+    // A hub is not needed to show what the server reports; tests/http/pull.rs has the reports.
+    await page.route("**/v1/models/pull", (route) => {
+      const method = route.request().method();
+      const json = (value) => route.fulfill({ contentType: "application/json", body: JSON.stringify(value) });
+      if (method === "POST") return route.fulfill({ contentType: "text/event-stream", body });
+      if (method === "DELETE") {
+        stopped += 1;
+        running = null;
+        return json({ model: "owner/big", stopped: true });
+      }
+      return json({ running });
+    });
+    const events = (...reports) => reports.map((report) => `data: ${JSON.stringify(report)}\n\n`).join("");
+    const status = (text) => page.waitForFunction((text) => document.querySelector(".progress [role=status]").textContent.includes(text), text);
+    const planned = { status: "downloading", total: 2048, completed: 0, left: 2048, disk_free: 1, memory: { weights: 4096, limit: 1024, fits: false } };
+    const half = { status: "downloading", file: "model.safetensors", total: 2048, completed: 1024, left: 1024 };
+    await visit(page, "models");
+    await page.fill("#repo", "owner/big");
+    body = events(planned, half, { status: "success", folder: "/cache/big" });
+    await page.keyboard.press("Enter");
+    await status("owner/big is in /cache/big");
+    await page.waitForSelector(".toast.bad:has-text('needs 4.0 KiB of memory')");
+    assert.ok(await page.locator(".progress button").isHidden());
+    await check(page, seen, "a download");
+    // The connection is lost: the server goes on, and the page follows.
+    body = events(planned, half);
+    await page.click("button:text-is('Download')");
+    await status("The connection was lost");
+    running = { model: "owner/big", file: "model.safetensors", completed: 1536, total: 2048 };
+    await status("owner/big: 1.5 KiB of 2.0 KiB, model.safetensors");
+    assert.equal(await page.locator("progress").evaluate((bar) => bar.value), 0.75);
+    assert.ok(await page.locator("button:text-is('Download')").isDisabled());
+    // So does one that is opened later.
+    await page.reload();
+    await status("owner/big: 1.5 KiB of 2.0 KiB");
+    await check(page, seen, "a download of another page");
+    await page.screenshot({ path: join(pictures, "models-download.png"), fullPage: true });
+    await page.click(".progress button:text-is('Stop')");
+    await status("has ended");
+    assert.equal(stopped, 1);
+    assert.ok(await page.locator("button:text-is('Download')").isEnabled());
+    await context.close();
+  },
+
   async "the keyboard reaches everything"({ browser, url }) {
     const { page, context } = await open(browser, url, { key: OPERATOR });
     for (const [index, view] of VIEWS.entries()) {

@@ -26,7 +26,8 @@ export class ApiError extends Error {
   }
 }
 
-async function send(path, { method = "GET", body, type, signal, headers = {} } = {}) {
+/** The answer to a request. Throws an `ApiError` for one that is an error. */
+export async function send(path, { method = "GET", body, type, signal, headers = {} } = {}) {
   const all = { ...headers };
   if (key.get()) all.authorization = `Bearer ${key.get()}`;
   if (type) all["content-type"] = type;

@@ -3,6 +3,8 @@
 import { h, svg, text, time } from "./dom.js";
 
 const [WIDTH, HEIGHT] = [300, 80];
+/** Room above the highest value, where it is written. */
+const TOP = 22;
 
 /** The middle one of some numbers, or null. */
 function median(values) {
@@ -42,7 +44,7 @@ export function chart(name, format) {
     const highest = Math.max(...values, 0);
     const span = Math.max(to - from, 1);
     const places = points.map(({ at, value }) =>
-      [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 6) * value) / (highest || 1)]
+      [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 3 - TOP) * value) / (highest || 1)]
         .map((place) => place.toFixed(1))
         .join(" "),
     );

@@ -168,10 +168,9 @@ export function requests(element, state) {
     title("Requests", "What the server does now, and what it did last."),
     h("div", { class: "tiles" }, tile("Running", "running"), tile("Waiting", "waiting"), rate, tile("Prompts from the cache", "cached"), tile("Memory", "memory")),
     ...(hint ? [hint] : []),
-    overTime.element,
-    h("div", { class: "search" }, h("label", { for: "search" }, "Search requests"), search),
     h("section", {}, h("h2", {}, "Now"), idle, active),
-    h("section", {}, h("h2", {}, "Ended"), none, nothing, ended),
+    overTime.element,
+    h("section", {}, h("div", { class: "row" }, h("h2", {}, "Ended"), h("div", { class: "search" }, h("label", { for: "search" }, "Search"), search)), none, nothing, ended),
   );
   const put = (id, value, more) => {
     text(element.querySelector(`#${id}`), value);

@@ -129,7 +129,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/version", get(ollama::version))
         .route("/api/pull", post(pull::pull_as_ollama))
         .route("/api/delete", delete(remove::delete_as_ollama))
-        .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
+        .route("/v1/models/pull", post(pull::pull).get(pull::running).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
         .route("/v1/history", get(history::get))
         .route("/v1/log", get(log_lines::get))

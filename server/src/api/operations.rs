@@ -112,6 +112,8 @@ pub const OPERATIONS: &[Operation] = &[
         &[(SSE, event::<pull::Pulled>)],
     )
     .with_key(Key::Operator),
+    get("/v1/models/pull", "The download that runs", &[(JSON, reply::<pull::PullState>)])
+        .with_key(Key::Operator),
     Operation {
         method: "delete",
         path: "/v1/models/pull",
