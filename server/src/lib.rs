@@ -14,7 +14,7 @@
 //! check.rs     `steersman check`: finds problems of a configuration
 //! words.rs     errors of deserializers in the words of JSON and TOML
 //! reload.rs    what SIGHUP changes
-//! keys.rs      `steersman keys`: keys in the data folder
+//! keys.rs      keys in the data folder, and `steersman keys`
 //! link.rs      the one-time link that makes the owner of a local server its operator
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
@@ -34,7 +34,7 @@
 //! doctor/      its parts: chosen settings, files and network, what a chip can reach, the report for others; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! bench.rs, bench/ `steersman bench model`, times of a model's passes, and `bench shape`, checkpoints with random weights
-//! log.rs       the log on stderr
+//! log.rs       the log on stderr, and its newest lines
 //! program.rs   runs `steersman-policy` and `steersman-bench`, which are found beside this program
 //! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface

@@ -9,17 +9,17 @@ use axum::http::{HeaderMap, HeaderName};
 use parking_lot::RwLock;
 use steersman_models::hub::Hub;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use super::access::{Access, Admission, Caller, Destination};
 use super::body::{Bodies, Limit, ReadBody};
 use super::error::ApiError;
-use super::history::{self, History};
 use super::metrics::Metrics;
 use super::origin::Origins;
 use super::pulls::Pulls;
 use super::register::Register;
 use super::response_store::ResponseStore;
+use super::samples::Samples;
 use crate::config::{ProfileAccess, Reloads, ServerConfig};
 use crate::log::Recent;
 use crate::mcp::Mcp;
@@ -66,7 +66,7 @@ pub struct App {
     /// The newest lines of the log.
     pub(super) log: Recent,
     /// What the server did lately.
-    pub(super) history: History,
+    pub(super) samples: Samples,
     /// How reloads of the configuration have ended, for metrics.
     pub(super) reload_counts: Arc<ReloadCounts>,
     pub(super) body_limit_bytes: usize,
@@ -102,7 +102,7 @@ impl App {
             pulls: Arc::default(),
             hub,
             log,
-            history: History::default(),
+            samples: Samples::default(),
             reload_counts,
             body_limit_bytes: config.body_limit_bytes,
             request_timeout: Duration::from_secs(config.request_timeout_s),
@@ -111,7 +111,7 @@ impl App {
             tokio::spawn(follow(Arc::downgrade(&app), reloads));
         }
         if let Some(period) = samples {
-            tokio::spawn(history::follow(Arc::downgrade(&app), period));
+            tokio::spawn(sample(Arc::downgrade(&app), period));
         }
         app
     }
@@ -171,6 +171,18 @@ async fn follow(app: Weak<App>, mut reloads: Reloads) {
         app.access.reload(&config);
         reload_profiles(&mut app.profiles.write(), &config.profiles);
         app.models.set_aliases(config.aliases.clone());
+    }
+}
+
+/// Takes a sample of what the server does every `period`, as long as there is the server.
+async fn sample(app: Weak<App>, period: Duration) {
+    let mut ticks = interval_at(Instant::now() + period, period);
+    // A machine that was suspended has one sample of that time.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let Some(app) = app.upgrade() else { return };
+        app.samples.take(&app.metrics, &app.models);
     }
 }
 

@@ -50,6 +50,7 @@ mod response_store;
 mod responses;
 mod rounds;
 mod route;
+mod samples;
 mod sampling;
 mod schema;
 mod session;
