@@ -72,10 +72,13 @@ pub struct Key {
 /// Whether a key works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
+    /// It does.
     Active,
+    /// Its expiry is over.
     Expired,
     /// It has an expiry, and the clock is long before its creation.
     NotYet,
+    /// An operator has revoked it.
     Revoked,
 }
 

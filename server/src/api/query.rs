@@ -142,7 +142,7 @@ impl Query {
     /// 400 if it is none.
     pub fn number(&self, name: &str) -> Result<Option<u64>, ApiError> {
         let parse = |text: &str| {
-            text.parse().map_err(|_| {
+            text.parse::<u64>().map_err(|_| {
                 let message = format!("`{name}` of the query must be a whole number, not below 0");
                 ApiError::value(name, message)
             })

@@ -89,7 +89,9 @@ impl std::error::Error for Refusal {}
 /// What a new key is to be.
 #[derive(Debug, Clone)]
 pub struct NewKey {
+    /// Chosen by the operator.
     pub name: String,
+    /// What it opens.
     pub opens: Opens,
     /// Seconds until it expires; `None` for never.
     pub lifetime_s: Option<u64>,
@@ -108,7 +110,9 @@ pub struct Created {
 /// Whether the last working key of an operator may be revoked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LastOperator {
+    /// It is refused.
     Stays,
+    /// It is done, with a note.
     MayGo,
 }
 
