@@ -774,6 +774,22 @@ const TESTS = {
     await context.close();
   },
 
+  async "a key that has expired is told from an unknown one"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url);
+    // tests/http/keys.rs has such a key; here it would take a minute.
+    const message = "the key `guest` has expired at 2026-01-01T00:00:00Z: ask an operator of this server for another";
+    await page.route("**/v1/profiles", (route) => (route.request().headers().authorization === "Bearer expired"
+      ? route.fulfill({ status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "key_expired", message } }) })
+      : route.continue()));
+    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."]]) {
+      await page.fill("#key-input", key);
+      await page.keyboard.press("Enter");
+      await page.waitForFunction((words) => document.querySelector("#key-problem").textContent === words, words);
+    }
+    await check(page, seen, "a key that has expired");
+    await context.close();
+  },
+
   async "a client sees neither keys nor log"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: CLIENT });
     for (const view of ["keys", "log"]) {

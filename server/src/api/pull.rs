@@ -252,6 +252,8 @@ impl Download {
         let needs = self.needs(&plan);
         needs.check_disk().map_err(|error| ApiError::disk_full(error.to_string()))?;
         tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");
+        let step = Step { file: None, completed: needs.here, total: needs.total };
+        self.app.pulls.note(step);
         let _ = self.reports.send(Report::Planned(needs));
         let mut next = Instant::now();
         let mut report = |progress: &Progress<'_>| self.report(progress, &mut next);
