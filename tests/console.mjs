@@ -970,6 +970,37 @@ const TESTS = {
     await context.close();
   },
 
+  async "models on the disk are listed and removed by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    // No hub is reached: the cache is that of the machine, whose files no test removes.
+    let models = [
+      { model: "owner/served", bytes: 4096, complete: true, served: true },
+      { model: "owner/spare", bytes: 2048, complete: true, served: false },
+      { model: "owner/half", bytes: 1024, complete: false, served: false },
+    ];
+    await page.route("**/v1/downloads", (route) => route.fulfill({ contentType: "application/json", body: JSON.stringify({ models }) }));
+    await page.route("**/api/delete", (route) => {
+      const { model } = route.request().postDataJSON();
+      models = models.filter((one) => one.model !== model);
+      return route.fulfill({ status: 200, body: "" });
+    });
+    await visit(page, "models");
+    const rows = page.locator("section[aria-labelledby=disk-title] tbody tr");
+    await rows.first().waitFor();
+    assert.deepEqual(await rows.locator(".chip").allTextContents(), ["served", "complete", "incomplete"]);
+    assert.equal(await rows.first().locator("button").count(), 0);
+    await check(page, seen, "models on the disk");
+    await page.getByRole("button", { name: "Remove owner/spare" }).click();
+    await page.click("#confirm-dialog button[value=no]");
+    assert.equal(await rows.count(), 3);
+    await page.getByRole("button", { name: "Remove owner/spare" }).click();
+    assert.ok((await page.textContent("#confirm-text")).includes("2.0 KiB"));
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".toast:text-is('owner/spare is removed')");
+    await page.getByRole("button", { name: "Remove owner/spare" }).waitFor({ state: "detached" });
+    await context.close();
+  },
+
   async "the keyboard reaches everything"({ browser, url }) {
     const { page, context } = await open(browser, url, { key: OPERATOR });
     for (const [index, view] of VIEWS.entries()) {

@@ -1,7 +1,7 @@
 // The models: which are loaded, loading and unloading, downloads, and memory by account.
 
 import { ApiError, events, get, post, send } from "./api.js";
-import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, empty, text } from "./dom.js";
+import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, text } from "./dom.js";
 import { ACCOUNTS, poll, usedBytes } from "./requests.js";
 
 const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
@@ -62,8 +62,8 @@ function fill(card, item) {
     h("dl", { class: "facts" }, facts));
 }
 
-/** The form that downloads a model, and how far a download is, whoever asked for it. Returns the element, and `draw(running)`, which gets what `GET /v1/models/pull` says. */
-function pull(state) {
+/** The form that downloads a model, and how far a download is, whoever asked for it. Returns the element, and `draw(running)`, which gets what `GET /v1/models/pull` says. `ended()` is called when a download has ended. */
+function pull(state, ended) {
   const input = h("input", { id: "repo", type: "text", placeholder: "owner/name or qwen3:4b", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+", disabled: !state.isOperator });
   const button = h("button", { class: "primary", disabled: !state.isOperator }, "Download");
   const progress = h("progress", { max: "1", value: 0, "aria-label": "Download" });
@@ -125,6 +125,7 @@ function pull(state) {
     isAsking = false;
     if (hasEnded) stop.hidden = true;
     else others = repo;
+    if (hasEnded) ended();
     button.disabled = false;
   };
 
@@ -140,6 +141,7 @@ function pull(state) {
       progress.value = 0;
       words.textContent = `The download of ${others} has ended. Ask for it again to see whether it is complete.`;
       others = null;
+      ended();
     }
   }
   const element = h("section", { class: "card", "aria-labelledby": "pull-title" }, h("h2", { id: "pull-title" }, "Download a model"),
@@ -148,17 +150,56 @@ function pull(state) {
   return { element, draw };
 }
 
+/** The models in the cache of this machine, for operators. Returns the element, and `read()`, which lists them anew. */
+function downloads() {
+  const body = h("tbody");
+  const none = empty("Nothing is downloaded", "Models of the hub appear here.");
+  const problem = h("div", { role: "status" });
+  const table = h("div", { class: "scroll", hidden: true }, h("table", {}, h("caption", { class: "sr" }, "Models on the disk"),
+    h("thead", {}, h("tr", {}, ["Model", "Size", "State", h("span", { class: "sr" }, "Action")].map((name) => h("th", { scope: "col" }, name)))), body));
+  async function remove({ model, bytes: size }) {
+    if (!(await confirm("Remove the model?", `The files of “${model}” (${bytes(size)}) are deleted from this machine, also for other programs that share the cache.`, "Remove"))) return;
+    try {
+      await send("/api/delete", { method: "DELETE", body: JSON.stringify({ model }), type: "application/json" });
+      toast(`${model} is removed`);
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+    read();
+  }
+  const row = (entry) => h("tr", {},
+    h("td", { "data-label": "Model", class: "wrap" }, entry.model), h("td", { "data-label": "Size" }, bytes(entry.bytes)),
+    h("td", { "data-label": "State" }, entry.served ? chip("served", "finished") : entry.complete ? chip("complete", "cancelled") : chip("incomplete", "prefill")),
+    h("td", { "data-label": "" }, entry.served ? h("span", { class: "muted small" }, "The configuration names it") : h("button", { type: "button", "aria-label": `Remove ${entry.model}`, onclick: () => remove(entry) }, "Remove")));
+  async function read() {
+    try {
+      const { models: all } = await get("/v1/downloads");
+      problem.replaceChildren();
+      body.replaceChildren(...all.map(row));
+      table.hidden = all.length === 0;
+      none.hidden = all.length > 0;
+    } catch (error) {
+      problem.replaceChildren(notice("bad", h("p", {}, error.message)));
+    }
+  }
+  const element = h("section", { "aria-labelledby": "disk-title" }, h("h2", { id: "disk-title" }, "On this disk"), problem, none, table);
+  return { element, read };
+}
+
 export function models(element, state) {
   const list = h("ul", { class: "cards plain" });
   const accounts = h("div");
   const disk = h("dl", { class: "facts" });
-  const download = pull(state);
+  const files = downloads();
+  const download = pull(state, files.read);
   element.append(
     title("Models", "What is served, what is loaded, and what takes the memory."),
     h("section", { class: "card", "aria-labelledby": "memory-title" }, h("h2", { id: "memory-title" }, "Memory"), accounts),
     h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
     download.element,
+    ...(state.isOperator ? [files.element] : []),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
+  if (state.isOperator) files.read();
   /** Models that a button of this page loads or unloads, with what it does. */
   const busy = new Map();
   async function act(id, [label, , keepAlive, done]) {

@@ -13,6 +13,7 @@ mod body;
 mod cache;
 pub mod chat;
 mod completions;
+mod downloads;
 mod embeddings;
 pub mod error;
 mod extension;
@@ -132,6 +133,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/delete", delete(remove::delete_as_ollama))
         .route("/v1/models/pull", post(pull::pull).get(pull::running).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/downloads", get(downloads::list))
         .route("/v1/history", get(history::get))
         .route("/v1/log", get(log_lines::get))
         .route("/v1/keys", get(keys::list).post(keys::create))

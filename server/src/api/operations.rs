@@ -21,7 +21,8 @@ use super::rerank::{self, Rerank};
 use super::responses::{self, Responses};
 use super::schema::shapes::{CreateKey, Detokenize, OpenSession, Pull, RevokeKey, Show, Tokenize};
 use super::{
-    cache, health, keys, models, policies, profiles, pull, requests, session, tokens, trace,
+    cache, downloads, health, history, keys, log_lines, models, policies, profiles, pull, requests,
+    session, tokens, trace,
 };
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
@@ -181,6 +182,8 @@ pub const OPERATIONS: &[Operation] = &[
         replies: &[],
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
+    get("/v1/downloads", "Models on the disk", &[(JSON, reply::<downloads::Downloads>)])
+        .with_key(Key::Operator),
     get("/v1/history", "What the server did lately", &[(JSON, reply::<history::HistoryBody>)]),
     get("/v1/log", "The newest lines of the log", &[(LINES, reply::<log_lines::LogLine>)])
         .with_key(Key::Operator),

@@ -152,8 +152,26 @@ async fn clients_of_ollama_remove_models_that_the_configuration_does_not_name() 
         assert!(text.contains(words), "`{words}` is not in {text}");
     }
     assert!(folder.is_dir());
+    // The list says which may be removed.
+    let list = async |key: &str| {
+        let request = ClientRequest::get("/v1/downloads")
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::empty());
+        let response = send(&app, request.unwrap()).await;
+        (response.status().as_u16(), json_of(response).await)
+    };
+    assert_eq!(list("other").await.0, 401);
+    assert_eq!(pull(&app, "/v1/models/pull", "op", &json!({"model": "owner/tiny"})).await.0, 200);
+    let (_, mut all) = list("op").await;
+    for model in all["models"].as_array_mut().unwrap() {
+        assert!(model["bytes"].take().as_u64().unwrap() > 0, "{model}");
+    }
+    let entry = |model: &str, served: bool| json!({"model": model, "bytes": null, "complete": true, "served": served});
+    assert_eq!(all, json!({"models": [entry("owner/other", false), entry("owner/tiny", true)]}));
     assert_eq!(delete("op", json!({"name": "owner/other"})).await, (200, String::new()));
     assert!(!folder.exists());
+    let (_, left) = list("op").await;
+    assert_eq!(left["models"].as_array().unwrap().len(), 1, "{left}");
 }
 
 #[tokio::test]
