@@ -39,6 +39,9 @@ use self::cli::{
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// Time between two samples of what the server does, for charts.
+const SAMPLE_EVERY: Duration = Duration::from_secs(10);
+
 /// Time in which the tasks of the runtime end after the server has.
 const TASKS: Duration = Duration::from_secs(2);
 
@@ -63,7 +66,7 @@ fn main() -> ExitCode {
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
-        Command::Serve(options) => traced(|| serve(options)),
+        Command::Serve(options) => traced(|log| serve(options, log)),
         Command::Chat(options) => chat(options),
         Command::Run(options) => run(options),
         Command::Doctor(options) => doctor(options),
@@ -104,21 +107,16 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
-/// Does `work` with the log, and traces if they are on.
-fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
-    match Traces::from_env()? {
-        None => steersman_log::to_stderr(),
-        Some(traces) => {
-            steersman_log::to_stderr_and(traces.layer());
-            let done = work();
-            drop(traces);
-            return done;
-        }
-    }
-    work()
+/// Does `work` with the log, of which it gets the newest lines, and traces if they are on.
+fn traced(work: impl FnOnce(steersman_log::Recent) -> Result<()>) -> Result<()> {
+    let traces = Traces::from_env()?;
+    let recent = steersman_log::of_server(traces.as_ref().map(|traces| traces.layer()));
+    let done = work(recent);
+    drop(traces);
+    done
 }
 
-fn serve(options: Serve) -> Result<()> {
+fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     let began = Instant::now();
     let Serve { common, model, host, port } = options;
     let (path, device) = (common.place.config.clone(), common.device);
@@ -138,6 +136,8 @@ fn serve(options: Serve) -> Result<()> {
         responses: Some(data_dir.join("responses")),
         reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
         reload_counts: reloader.as_ref().map(|(reloader, _)| reloader.counts()).unwrap_or_default(),
+        log,
+        samples: Some(SAMPLE_EVERY),
         ..Wiring::default()
     };
 
@@ -271,6 +271,7 @@ fn keys(options: Keys) -> Result<()> {
         profiles: file.profiles.keys().cloned().collect(),
         closed_profiles: closed.map(|(name, _)| name.clone()).collect(),
         is_closed: !file.server.api_keys.is_empty(),
+        has_operators: !file.server.admin_keys.is_empty(),
     };
     keys::run(&options.task, &configured, &data_dir, &mut std::io::stdout().lock())
 }
