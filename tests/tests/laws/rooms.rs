@@ -98,7 +98,7 @@ const HOUSES: [House; 3] = [
         rooms: &[
             (
                 "api",
-                "config connections console keys link log mcp media_type models reload shutdown system throttle wiring words",
+                "config connections console keys link mcp media_type models reload shutdown system throttle wiring words",
             ),
             ("bench", "bundled hub verify"),
             ("bundled", ""),
@@ -131,7 +131,7 @@ const HOUSES: [House; 3] = [
             ("telemetry", ""),
             ("throttle", ""),
             ("verify", "config hub"),
-            ("wiring", "config keys link log reload"),
+            ("wiring", "config keys link reload"),
             ("words", ""),
         ],
     },
