@@ -180,6 +180,8 @@ def cuda_wheel_depends_on_other_wheels(wheel: Path, cuda_wheel: Path) -> None:
     for name, path in [("steersman", wheel), ("steersman-cuda", cuda_wheel)]:
         metadata = metadata_of(path)
         assert f"\nName: {name}\n" in metadata, metadata
+        # No index of packages has them: the description names the file.
+        assert f"uv tool install {path.name}" in metadata, metadata
         needs[name] = dict(re.findall(r"^Requires-Dist: (.+)==(.+)$", metadata, re.M))
     ours, cuda = needs["steersman"], needs["steersman-cuda"]
     assert set(ours) == {"mlx-cpu", "scipy-openblas32"} and set(cuda) == {"mlx-cuda-13", "scipy-openblas32"}, needs
