@@ -154,7 +154,7 @@ export function requests(element, state) {
   const [active, activeBody] = table("Requests that run or wait");
   const [ended, endedBody] = table("Requests that have ended");
   const [spark, push] = sparkline();
-  const idle = empty("Nothing runs", "Requests appear here as soon as clients send them.");
+  const idle = empty("No requests are running", "Requests appear here as soon as clients send them.");
   const none = empty("No request yet", "Send one from the chat, or with any client of OpenAI's, Anthropic's or Ollama's API.");
   const nothing = empty("Nothing found", state.isOperator ? "No request has this text in its id, route, model, profile, end or notes." : "No request has this text in its route, model, profile or end.");
   const search = h("input", { id: "search", type: "search", placeholder: state.isOperator ? "id, model, profile, note" : "model, profile", maxlength: "200", autocomplete: "off", spellcheck: "false" });
@@ -170,7 +170,7 @@ export function requests(element, state) {
     ...(hint ? [hint] : []),
     h("section", {}, h("h2", {}, "Now"), idle, active),
     overTime.element,
-    h("section", {}, h("div", { class: "row" }, h("h2", {}, "Ended"), h("div", { class: "search" }, h("label", { for: "search" }, "Search"), search)), none, nothing, ended),
+    h("section", {}, h("div", { class: "row" }, h("h2", {}, "Recent requests"), h("div", { class: "search" }, h("label", { for: "search" }, "Search"), search)), none, nothing, ended),
   );
   const put = (id, value, more) => {
     text(element.querySelector(`#${id}`), value);
@@ -194,11 +194,11 @@ export function requests(element, state) {
     const sum = (field) => health.engines.reduce((total, engine) => total + engine[field], 0);
     const [running, waiting, speed] = [sum("running"), health.waiting, sum("tokens_per_second")];
     const held = [
-      [sum("awaiting_policy"), "with a policy"],
+      [sum("awaiting_policy"), "waiting for a policy"],
       [sum("awaiting_prefix"), "waiting for a prefix"],
       [sum("preempted"), "preempted"],
     ].filter(([count]) => count > 0);
-    put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || "none held up");
+    put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || (running ? "none is paused" : "the server is idle"));
     put("waiting", number(waiting), waiting ? "for a place" : "the queue is empty");
     put("rate", speed.toFixed(speed < 100 ? 1 : 0), "in the last 10 s");
     push(speed);
