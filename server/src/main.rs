@@ -413,20 +413,40 @@ mod tests {
         std::iter::once("steersman".into()).chain(words).collect()
     }
 
+    /// Checks that the commands below `command`, which is called `name`, have an example that is parsed. Those that
+    /// are programs of their own print another help, which their crates check.
+    fn check_examples(command: &clap::Command, name: &str) {
+        for below in command.get_subcommands().filter(|below| !below.is_disable_help_flag_set()) {
+            let name = format!("{name} {}", below.get_name());
+            let help = below.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let example = help.strip_prefix("Example:\n");
+            let arguments = arguments(example.unwrap_or_else(|| panic!("{name} has no example")));
+            assert!(arguments.join(" ").starts_with(&name), "{name}: {arguments:?}");
+            let parsed = Cli::try_parse_from(&arguments);
+            assert!(parsed.is_ok(), "{arguments:?}: {:?}", parsed.err());
+            check_examples(below, &name);
+        }
+    }
+
     #[test]
     fn the_help_of_every_command_has_an_example_that_works() {
         let cli = Cli::command();
-        for command in cli.get_subcommands().filter(|command| !command.is_disable_help_flag_set()) {
-            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let example = help.strip_prefix("Example:\n");
-            let example = example.unwrap_or_else(|| panic!("{}", command.get_name()));
-            let arguments = arguments(example);
-            assert_eq!(arguments[1], command.get_name().to_owned(), "{example}");
-            assert!(Cli::try_parse_from(&arguments).is_ok(), "{arguments:?}");
-        }
+        check_examples(&cli, "steersman");
         let everyday = ["serve", "run", "chat", "pull", "list", "show", "rm"];
         let names: Vec<_> = cli.get_subcommands().map(clap::Command::get_name).collect();
         assert_eq!(names[..everyday.len()], everyday);
+    }
+
+    #[test]
+    fn the_help_of_config_names_the_command_that_writes_a_file() {
+        let cli = Cli::command();
+        let options = cli.get_subcommands().flat_map(clap::Command::get_arguments);
+        let help = options.filter(|option| option.get_id() == "config").map(clap::Arg::get_help);
+        let help: Vec<_> = help.map(|help| help.map(ToString::to_string)).collect();
+        assert!(help.len() > 10, "{help:?}");
+        for help in help.into_iter().map(Option::unwrap_or_default) {
+            assert!(help.contains("`steersman init` writes one"), "{help}");
+        }
     }
 
     /// It was "invalid digit found in string".

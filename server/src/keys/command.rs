@@ -13,10 +13,13 @@ use super::{Configured, Editing, Key, LastOperator, NewKey, Opens, State, lifeti
 #[derive(Subcommand)]
 pub enum Task {
     /// Create a key and print it, this one time.
+    #[command(after_help = "Example:\n  steersman keys create laptop --expires 30d")]
     Create(Create),
     /// List the keys: name, beginning, what each opens, when it was created, expires and was revoked.
+    #[command(after_help = "Example:\n  steersman keys list")]
     List,
     /// Revoke a key: a running server refuses it from now on.
+    #[command(after_help = "Example:\n  steersman keys revoke laptop")]
     Revoke {
         /// Name of the key
         name: String,
