@@ -34,6 +34,15 @@ def run(*command, env=None, status=0) -> str:
     return done.stdout
 
 
+def is_there(tool: str) -> bool:
+    """Whether `tool` is on PATH, which CI demands on Linux."""
+    found = shutil.which(tool) is not None
+    if not found:
+        assert not (sys.platform == "linux" and os.environ.get("CI") == "true"), f"{tool} is not on PATH"
+        print(f"left out: {tool} is not on PATH")
+    return found
+
+
 def files(folder: Path) -> set[str]:
     """Files of an environment but those that Python compiles. pip leaves empty folders of MLX's wheel."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
@@ -166,7 +175,7 @@ def services_are_valid(archive: Path, work: Path) -> None:
     [folder] = (work / "opt").iterdir()
     unit = work / "steersman.service"
     unit.write_text((ROOT / "configs/steersman.service").read_text().replace("/opt/steersman/", f"{folder}/"))
-    if shutil.which("systemd-analyze"):
+    if is_there("systemd-analyze"):
         said = run("systemd-analyze", "verify", "--man=no", str(unit))
         assert str(unit) not in said, said
     service = plistlib.loads((ROOT / "configs/steersman.plist").read_bytes())
@@ -180,6 +189,8 @@ def cuda_wheel_depends_on_other_wheels(wheel: Path, cuda_wheel: Path) -> None:
     for name, path in [("steersman", wheel), ("steersman-cuda", cuda_wheel)]:
         metadata = metadata_of(path)
         assert f"\nName: {name}\n" in metadata, metadata
+        # No index of packages has them: the description names the file.
+        assert f"uv tool install {path.name}" in metadata, metadata
         needs[name] = dict(re.findall(r"^Requires-Dist: (.+)==(.+)$", metadata, re.M))
     ours, cuda = needs["steersman"], needs["steersman-cuda"]
     assert set(ours) == {"mlx-cpu", "scipy-openblas32"} and set(cuda) == {"mlx-cuda-13", "scipy-openblas32"}, needs

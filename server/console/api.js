@@ -26,7 +26,8 @@ export class ApiError extends Error {
   }
 }
 
-async function send(path, { method = "GET", body, type, signal, headers = {} } = {}) {
+/** The answer to a request. Throws an `ApiError` for one that is an error. */
+export async function send(path, { method = "GET", body, type, signal, headers = {} } = {}) {
   const all = { ...headers };
   if (key.get()) all.authorization = `Bearer ${key.get()}`;
   if (type) all["content-type"] = type;
@@ -42,12 +43,18 @@ async function send(path, { method = "GET", body, type, signal, headers = {} } =
   const { code, message } = answer.error ?? {};
   const error = new ApiError(response.status, code ?? answer.status ?? "", message ?? `Status ${response.status}`);
   if (response.status === 401 && code !== "invalid_admin_key") {
-    window.dispatchEvent(new CustomEvent("needs-key"));
+    window.dispatchEvent(new CustomEvent("needs-key", { detail: code === "key_expired" ? message : null }));
   }
   throw error;
 }
 
 export const get = async (path, signal) => (await send(path, { signal })).json();
+
+/** The JSON of each line of a reply. */
+export const getLines = async (path, signal) => {
+  const text = await (await send(path, { signal })).text();
+  return text.split("\n").filter(Boolean).map((line) => JSON.parse(line));
+};
 
 export const post = async (path, body, type = "application/json") => {
   const data = type === "application/json" && body !== undefined ? JSON.stringify(body) : body;

@@ -1,8 +1,10 @@
-// Small charts over time, as SVG: dots for requests, lines for samples.
+// Small charts over time, as SVG lines.
 
 import { h, svg, text, time } from "./dom.js";
 
 const [WIDTH, HEIGHT] = [300, 80];
+/** Room above the highest value, where it is written. */
+const TOP = 22;
 
 /** The middle one of some numbers, or null. */
 function median(values) {
@@ -12,11 +14,10 @@ function median(values) {
 
 /**
  * A chart of one quantity. `format` writes a value. `draw(points, from, to)` shows points `{at,
- * value}` between two times in
- * seconds since 1970; `isLine` joins them.
+ * value}` between two times in seconds since 1970.
  */
-export function chart(name, format, isLine = false) {
-  const path = svg("path", { class: isLine ? "line" : "dots" });
+export function chart(name, format) {
+  const path = svg("path", { class: "line" });
   const picture = svg(
     "svg",
     {
@@ -43,17 +44,12 @@ export function chart(name, format, isLine = false) {
     const highest = Math.max(...values, 0);
     const span = Math.max(to - from, 1);
     const places = points.map(({ at, value }) =>
-      [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 6) * value) / (highest || 1)]
+      [3 + ((WIDTH - 6) * (at - from)) / span, HEIGHT - 3 - ((HEIGHT - 3 - TOP) * value) / (highest || 1)]
         .map((place) => place.toFixed(1))
         .join(" "),
     );
-    // A line of no length with round ends is a dot, also where the picture is stretched.
-    path.setAttribute(
-      "d",
-      isLine
-        ? places.map((place, i) => `${i ? "L" : "M"}${place}`).join("")
-        : places.map((place) => `M${place}h0.01`).join(""),
-    );
+    // A line of no length with round ends is a dot: one sample is seen, too.
+    path.setAttribute("d", places.map((place, i) => (i ? `L${place}` : `M${place}h0.01`)).join(""));
     text(words, values.length ? `median ${format(median(values))}` : "nothing yet");
     text(most, values.length ? format(highest) : "");
     text(first, time(from));
@@ -62,19 +58,25 @@ export function chart(name, format, isLine = false) {
   return { element, draw };
 }
 
+/** Seconds of samples that are shown, and between two readings of them. */
+const SHOWN_S = 7200;
+const READ_S = 10;
+
 /**
- * Samples of the last quarter of an hour, taken once a second while the view of requests is open.
+ * The samples of the server, `GET /v1/history`: the server keeps two hours of them, so that a page
+ * that is opened or reloaded has them at once. Views share this one.
  */
-export class Samples {
-  #points = [];
-
-  add(value) {
-    const at = Date.now() / 1000;
-    this.#points.push({ at, value });
-    while (this.#points[0].at < at - 900) this.#points.shift();
-  }
-
-  points() {
-    return this.#points;
-  }
-}
+export const samples = {
+  list: [],
+  read: 0,
+  /** Returns the samples, oldest first, with what `get(path)` has of newer ones. */
+  async newest(get) {
+    const now = performance.now() / 1000;
+    if (this.list.length && now - this.read < READ_S) return this.list;
+    const { samples: newer } = await get(`/v1/history?after=${this.list.at(-1)?.at ?? 0}`);
+    this.read = now;
+    const all = [...this.list, ...newer];
+    this.list = all.filter(({ at }) => at > all.at(-1).at - SHOWN_S);
+    return this.list;
+  },
+};

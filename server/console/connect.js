@@ -213,7 +213,9 @@ export function connect(element, state) {
               ? h(
                   "p",
                   {},
-                  "Give clients a key of their own, not an operator's: ",
+                  "Give clients a key of their own, not an operator's: create one under ",
+                  h("a", { href: "#/keys" }, "Keys"),
+                  ", or with ",
                   h("code", {}, "steersman keys create NAME"),
                 )
               : null,

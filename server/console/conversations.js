@@ -34,6 +34,18 @@ export class Conversations {
     return [...this.#heads.values()].sort((a, b) => b.updated - a.updated);
   }
 
+  /** Those with `words` in their title or in a message, in whatever case; the newest first. */
+  find(words) {
+    const wanted = words.trim().toLowerCase();
+    if (!wanted) return this.list();
+    const has = (value) => value?.toLowerCase().includes(wanted);
+    return this.list().filter(
+      ({ id, title: name }) =>
+        has(name) ||
+        this.get(id)?.messages.some(({ content, reasoning }) => has(content) || has(reasoning)),
+    );
+  }
+
   characters() {
     return this.list().reduce((sum, head) => sum + head.characters, 0);
   }

@@ -11,12 +11,28 @@ import { transfer } from "./transfer.js";
  */
 export function history(store, { open, removed, add, current }) {
   const list = h("ul", { class: "kept" });
+  const search = h("input", {
+    type: "search",
+    "aria-label": "Search conversations",
+    placeholder: "Search",
+    autocomplete: "off",
+    spellcheck: "false",
+  });
+  const nothing = h("p", { class: "muted small", role: "status" });
+  // All conversations are read: not at each letter.
+  let typed;
+  search.addEventListener("input", () => {
+    clearTimeout(typed);
+    typed = setTimeout(() => draw(), 200);
+  });
   const files = transfer(current, add);
   const foot = h("p", { class: "muted small" });
   const element = h(
     "details",
     { class: "history card", open: matchMedia("(min-width: 900px)").matches },
     h("summary", {}, "Conversations"),
+    search,
+    nothing,
     list,
     files.element,
     foot,
@@ -27,8 +43,11 @@ export function history(store, { open, removed, add, current }) {
     shown = openId;
     files.draw();
     const heads = store.list();
-    list.hidden = heads.length === 0;
-    list.replaceChildren(...heads.map((head) => item(head, head.id === shown)));
+    const found = store.find(search.value);
+    search.hidden = heads.length === 0;
+    list.hidden = found.length === 0;
+    list.replaceChildren(...found.map((head) => item(head, head.id === shown)));
+    text(nothing, heads.length && !found.length ? "No conversation has this text." : "");
     const count = `${number(heads.length)} of ${number(LIMITS.conversations)} conversations`;
     const room = `${Math.ceil((100 * store.characters()) / LIMITS.characters)} % of the room`;
     text(

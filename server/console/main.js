@@ -10,8 +10,10 @@ import { profiles } from "./profiles.js";
 import { models } from "./models.js";
 import { chat } from "./chat.js";
 import { connect } from "./connect.js";
+import { keys } from "./keys.js";
+import { log } from "./log.js";
 
-const VIEWS = { requests, policies, profiles, models, chat, connect };
+const VIEWS = { requests, policies, profiles, models, chat, connect, keys, log };
 const main = document.querySelector("#main");
 
 /** What the key may do: `GET /v1/profiles`. Shared by all views. */
@@ -106,7 +108,7 @@ function askForKey(words) {
   input.focus();
 }
 
-window.addEventListener("needs-key", () => {
+window.addEventListener("needs-key", ({ detail }) => {
   open.stop();
   open = { stop: () => {} };
   const wrong = key.get() !== "";
@@ -115,7 +117,7 @@ window.addEventListener("needs-key", () => {
   tell("waiting", "Locked");
   main.replaceChildren(h("div", { class: "locked" }, h("h1", { tabindex: "-1" }, "Locked"), h("p", { class: "muted" }, "This server shows nothing without a key."),
     h("button", { class: "primary", type: "button", onclick: () => askForKey() }, "Enter a key")));
-  askForKey(wrong ? "The server does not know this key." : null);
+  askForKey(detail ?? (wrong ? "The server does not know this key." : null));
 });
 
 document.querySelector("#key").addEventListener("click", () => askForKey());

@@ -1,7 +1,7 @@
 // The models: which are loaded, loading and unloading, downloads, and memory by account.
 
-import { events, get, post } from "./api.js";
-import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, empty, text } from "./dom.js";
+import { ApiError, events, get, post, send } from "./api.js";
+import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, text } from "./dom.js";
 import { ACCOUNTS, poll, usedBytes } from "./requests.js";
 
 const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
@@ -62,53 +62,144 @@ function fill(card, item) {
     h("dl", { class: "facts" }, facts));
 }
 
-function pull(state) {
+/** The form that downloads a model, and how far a download is, whoever asked for it. Returns the element, and `draw(running)`, which gets what `GET /v1/models/pull` says. `ended()` is called when a download has ended. */
+function pull(state, ended) {
   const input = h("input", { id: "repo", type: "text", placeholder: "owner/name or qwen3:4b", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+", disabled: !state.isOperator });
   const button = h("button", { class: "primary", disabled: !state.isOperator }, "Download");
   const progress = h("progress", { max: "1", value: 0, "aria-label": "Download" });
   const words = h("p", { class: "small", role: "status" });
-  const shown = h("div", { class: "progress", hidden: true }, progress, words);
+  const stop = h("button", { type: "button", onclick: stopIt }, "Stop");
+  const shown = h("div", { class: "progress", hidden: true }, progress, h("div", { class: "row" }, words, stop));
+  /** Whether this page gets the reports of a download. */
+  let isAsking = false;
+  /** The repo of a download that another page has asked for, or this one before it lost the connection. */
+  let others = null;
+
+  function report(repo, { completed, total, file }) {
+    shown.hidden = false;
+    if (total) progress.value = completed / total;
+    else progress.removeAttribute("value");
+    text(words, total ? `${repo}: ${bytes(completed)} of ${bytes(total)}${file ? `, ${file}` : ""}` : `Asking the hub about ${repo}…`);
+  }
+
+  async function stopIt() {
+    stop.disabled = true;
+    try {
+      await send("/v1/models/pull", { method: "DELETE" });
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+    stop.disabled = false;
+  }
+
   const submit = async (event) => {
     event.preventDefault();
     const repo = input.value.trim();
+    let hasEnded = false;
+    isAsking = true;
     button.disabled = true;
-    shown.hidden = false;
-    progress.removeAttribute("value");
-    words.textContent = `Asking the hub about ${repo}…`;
+    stop.hidden = false;
+    report(repo, { total: 0 });
     try {
       for await (const { data } of events("/v1/models/pull", { body: { model: repo } })) {
-        if (data.status === "failed") throw new Error(data.error?.message ?? data.error);
-        if (data.status === "success") {
-          words.textContent = `${repo} is in ${data.folder}. The server serves it if [models] names it.`;
-          progress.value = 1;
-          toast(`${repo} is downloaded`);
+        if (data.status === "downloading") {
+          if (data.memory && data.memory.fits === false) toast(`${repo} needs ${bytes(data.memory.weights)} of memory; ${bytes(data.memory.limit)} are allowed`, "bad");
+          report(repo, data);
           continue;
         }
-        if (data.memory && data.memory.fits === false) toast(`${repo} needs ${bytes(data.memory.weights)} of memory; ${bytes(data.memory.limit)} are allowed`, "bad");
-        progress.value = data.total ? data.completed / data.total : 0;
-        words.textContent = `${bytes(data.completed)} of ${bytes(data.total)}${data.file ? `, ${data.file}` : ""}`;
+        hasEnded = true;
+        if (data.status === "failed") throw new ApiError(200, "", data.error?.message ?? data.error);
+        words.textContent = `${repo} is in ${data.folder}. The server serves it if [models] names it.`;
+        progress.value = 1;
+        toast(`${repo} is downloaded`);
       }
+      if (!hasEnded) throw new Error();
     } catch (error) {
-      progress.value = 0;
-      words.textContent = `Not downloaded: ${error.message}`;
+      // A connection that is lost ends no download.
+      if (error instanceof ApiError) {
+        hasEnded = true;
+        progress.value = 0;
+        words.textContent = `Not downloaded: ${error.message}`;
+      } else words.textContent = `The connection was lost. The server goes on with ${repo}.`;
     }
+    isAsking = false;
+    if (hasEnded) stop.hidden = true;
+    else others = repo;
+    if (hasEnded) ended();
     button.disabled = false;
   };
-  return h("section", { class: "card", "aria-labelledby": "pull-title" }, h("h2", { id: "pull-title" }, "Download a model"),
+
+  function draw(running) {
+    if (isAsking) return;
+    button.disabled = !state.isOperator || running !== null;
+    if (running) {
+      others = running.model;
+      stop.hidden = false;
+      report(running.model, running);
+    } else if (others) {
+      stop.hidden = true;
+      progress.value = 0;
+      words.textContent = `The download of ${others} has ended. Ask for it again to see whether it is complete.`;
+      others = null;
+      ended();
+    }
+  }
+  const element = h("section", { class: "card", "aria-labelledby": "pull-title" }, h("h2", { id: "pull-title" }, "Download a model"),
     h("form", { class: "inline", onsubmit: submit }, h("label", { for: "repo" }, "Repo on the Hugging Face hub"), h("div", { class: "row" }, input, button)),
     h("p", { class: "muted small" }, state.isOperator ? "Files go to the cache that Hugging Face's tools share. A download that was interrupted continues." : "Downloads need an operator's key."), shown);
+  return { element, draw };
+}
+
+/** The models in the cache of this machine, for operators. Returns the element, and `read()`, which lists them anew. */
+function downloads() {
+  const body = h("tbody");
+  const none = empty("Nothing is downloaded", "Models of the hub appear here.");
+  const problem = h("div", { role: "status" });
+  const table = h("div", { class: "scroll", hidden: true }, h("table", {}, h("caption", { class: "sr" }, "Models on the disk"),
+    h("thead", {}, h("tr", {}, ["Model", "Size", "State", h("span", { class: "sr" }, "Action")].map((name) => h("th", { scope: "col" }, name)))), body));
+  async function remove({ model, bytes: size }) {
+    if (!(await confirm("Remove the model?", `The files of “${model}” (${bytes(size)}) are deleted from this machine, also for other programs that share the cache.`, "Remove"))) return;
+    try {
+      await send("/api/delete", { method: "DELETE", body: JSON.stringify({ model }), type: "application/json" });
+      toast(`${model} is removed`);
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+    read();
+  }
+  const row = (entry) => h("tr", {},
+    h("td", { "data-label": "Model", class: "wrap" }, entry.model), h("td", { "data-label": "Size" }, bytes(entry.bytes)),
+    h("td", { "data-label": "State" }, entry.served ? chip("served", "finished") : entry.complete ? chip("complete", "cancelled") : chip("incomplete", "prefill")),
+    h("td", { "data-label": "" }, entry.served ? h("span", { class: "muted small" }, "The configuration names it") : h("button", { type: "button", "aria-label": `Remove ${entry.model}`, onclick: () => remove(entry) }, "Remove")));
+  async function read() {
+    try {
+      const { models: all } = await get("/v1/downloads");
+      problem.replaceChildren();
+      body.replaceChildren(...all.map(row));
+      table.hidden = all.length === 0;
+      none.hidden = all.length > 0;
+    } catch (error) {
+      problem.replaceChildren(notice("bad", h("p", {}, error.message)));
+    }
+  }
+  const element = h("section", { "aria-labelledby": "disk-title" }, h("h2", { id: "disk-title" }, "On this disk"), problem, none, table);
+  return { element, read };
 }
 
 export function models(element, state) {
   const list = h("ul", { class: "cards plain" });
   const accounts = h("div");
   const disk = h("dl", { class: "facts" });
+  const files = downloads();
+  const download = pull(state, files.read);
   element.append(
     title("Models", "What is served, what is loaded, and what takes the memory."),
     h("section", { class: "card", "aria-labelledby": "memory-title" }, h("h2", { id: "memory-title" }, "Memory"), accounts),
     h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
-    pull(state),
+    download.element,
+    ...(state.isOperator ? [files.element] : []),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
+  if (state.isOperator) files.read();
   /** Models that a button of this page loads or unloads, with what it does. */
   const busy = new Map();
   async function act(id, [label, , keepAlive, done]) {
@@ -140,7 +231,8 @@ export function models(element, state) {
     });
   }
   return poll(async (signal) => {
-    const [{ data }, health, cache] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal)]);
+    const [{ data }, health, cache, { running }] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal), state.isOperator ? get("/v1/models/pull", signal) : { running: null }]);
+    download.draw(running);
     const own = new Map(health.models.map((report) => [report.model, report]));
     items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
       model: entry, report: own.get(entry.id),

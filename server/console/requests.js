@@ -1,7 +1,7 @@
 // The requests that run and wait, and the newest ones that have ended.
 
 import { get } from "./api.js";
-import { chart, Samples } from "./charts.js";
+import { chart, samples } from "./charts.js";
 import { h, svg, keyed, text, title, chip, number, duration, bytes, percent, time, bar, empty, notice } from "./dom.js";
 
 const ENDED = ["finished", "failed", "cancelled"];
@@ -111,25 +111,27 @@ function sparkline() {
   }];
 }
 
-/** Requests that wait, as this page has seen it; a list of requests does not tell. */
-const queue = new Samples();
+/** What is drawn over time: a name, how a value is written, and the value of a sample. */
+const OVER_TIME = [
+  ["Tokens per second", (value) => value.toFixed(1), (sample) => sample.tokens_per_second],
+  ["Requests per minute", (value) => value.toFixed(1), ({ requests, seconds }) => (60 * requests) / Math.max(seconds, 1)],
+  ["First token", duration, (sample) => sample.first_token_ms],
+  ["Waiting requests", number, (sample) => sample.waiting],
+  ["Memory", bytes, (sample) => sample.memory_bytes],
+];
 
-/** Charts of the requests that have ended, and of the queue. */
+/** Charts of what the server did in the last two hours. */
 function charts() {
-  const first = chart("First token", duration);
-  const rate = chart("Tokens per second", (value) => value.toFixed(1));
-  const waiting = chart("Waiting requests", number, true);
-  const element = h("section", { "aria-labelledby": "charts-title" }, h("h2", { id: "charts-title" }, "Over time"), h("div", { class: "charts" }, first.element, rate.element, waiting.element));
-  /** `ended`: the newest requests that have ended. */
-  function draw(ended) {
-    const now = Date.now() / 1000;
-    const from = Math.min(...ended.map(({ arrived }) => arrived), now);
-    const points = (value) => ended.filter((request) => value(request) !== null).map((request) => ({ at: request.arrived, value: value(request) }));
-    first.draw(points((request) => request.first_piece_ms), from, now);
-    rate.draw(points((request) => request.tokens_per_second), from, now);
-    const samples = queue.points();
-    waiting.draw(samples, samples[0].at, now);
-    element.hidden = ended.length === 0;
+  const all = OVER_TIME.map(([name, format, value]) => ({ value, ...chart(name, format) }));
+  const element = h("section", { "aria-labelledby": "charts-title", hidden: true }, h("h2", { id: "charts-title" }, "Over time"), h("div", { class: "charts" }, all.map((one) => one.element)));
+  /** `taken`: the samples of the server. */
+  function draw(taken) {
+    element.hidden = taken.length === 0;
+    if (element.hidden) return;
+    const [from, to] = [taken[0].at - taken[0].seconds, taken.at(-1).at];
+    for (const { value, draw: show } of all) {
+      show(taken.map((sample) => ({ at: sample.at, value: value(sample) })).filter((point) => point.value !== null), from, to);
+    }
   }
   return { element, draw };
 }
@@ -152,8 +154,10 @@ export function requests(element, state) {
   const [active, activeBody] = table("Requests that run or wait");
   const [ended, endedBody] = table("Requests that have ended");
   const [spark, push] = sparkline();
-  const idle = empty("Nothing runs", "Requests appear here as soon as clients send them.");
+  const idle = empty("No requests are running", "Requests appear here as soon as clients send them.");
   const none = empty("No request yet", "Send one from the chat, or with any client of OpenAI's, Anthropic's or Ollama's API.");
+  const nothing = empty("Nothing found", state.isOperator ? "No request has this text in its id, route, model, profile, end or notes." : "No request has this text in its route, model, profile or end.");
+  const search = h("input", { id: "search", type: "search", placeholder: state.isOperator ? "id, model, profile, note" : "model, profile", maxlength: "200", autocomplete: "off", spellcheck: "false" });
   const hint = !state.isOperator && notice("info", h("p", {}, state.access.operators
     ? "This key sees numbers. An operator's key also opens each request: its text as it streams, and every policy decision."
     : "An operator opens each request: its text as it streams, and every policy decision. Create a key with: steersman keys create me --operator"));
@@ -166,14 +170,18 @@ export function requests(element, state) {
     ...(hint ? [hint] : []),
     h("section", {}, h("h2", {}, "Now"), idle, active),
     overTime.element,
-    h("section", {}, h("h2", {}, "Ended"), none, ended),
+    h("section", {}, h("div", { class: "row" }, h("h2", {}, "Recent requests"), h("div", { class: "search" }, h("label", { for: "search" }, "Search"), search)), none, nothing, ended),
   );
   const put = (id, value, more) => {
     text(element.querySelector(`#${id}`), value);
     text(element.querySelector(`#${id}-more`), more);
   };
-  return poll(async (signal) => {
-    const [{ requests: all }, health, { counts }] = await Promise.all([get("/v1/requests", signal), get("/health", signal), get("/v1/cache", signal)]);
+  async function turn(signal) {
+    const wanted = search.value.trim();
+    const path = wanted ? `/v1/requests?search=${encodeURIComponent(wanted)}` : "/v1/requests";
+    const [{ requests: all }, health, { counts }, taken] = await Promise.all([get(path, signal), get("/health", signal), get("/v1/cache", signal), samples.newest((path) => get(path, signal))]);
+    // What was asked for before the text changed is old.
+    if (wanted !== search.value.trim()) return;
     const isEnded = (request) => ENDED.includes(request.phase);
     const [now, past] = [all.filter((r) => !isEnded(r)), all.filter(isEnded)];
     keyed(activeBody, now, (r) => r.number, row, fill);
@@ -181,22 +189,35 @@ export function requests(element, state) {
     active.hidden = now.length === 0;
     idle.hidden = now.length > 0;
     ended.hidden = past.length === 0;
-    none.hidden = past.length > 0;
+    none.hidden = past.length > 0 || wanted !== "";
+    nothing.hidden = past.length > 0 || wanted === "";
     const sum = (field) => health.engines.reduce((total, engine) => total + engine[field], 0);
     const [running, waiting, speed] = [sum("running"), health.waiting, sum("tokens_per_second")];
     const held = [
-      [sum("awaiting_policy"), "with a policy"],
+      [sum("awaiting_policy"), "waiting for a policy"],
       [sum("awaiting_prefix"), "waiting for a prefix"],
       [sum("preempted"), "preempted"],
     ].filter(([count]) => count > 0);
-    put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || "none held up");
+    put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || (running ? "none is paused" : "the server is idle"));
     put("waiting", number(waiting), waiting ? "for a place" : "the queue is empty");
     put("rate", speed.toFixed(speed < 100 ? 1 : 0), "in the last 10 s");
     push(speed);
-    queue.add(waiting);
-    overTime.draw(past);
+    overTime.draw(taken);
     put("cached", percent(counts.cached_tokens, counts.prompt_tokens), `${number(counts.hits)} of ${number(counts.hits + counts.misses)} requests`);
     const [first] = health.engines;
     put("memory", bytes(usedBytes(health.engines)), first ? `of ${bytes(first.bytes.limit)}` : "no model is loaded");
-  }, 1000);
+  }
+  const stop = poll(turn, 1000);
+  // A search is answered at once, and not only by the next turn.
+  let typed;
+  const abort = new AbortController();
+  search.addEventListener("input", () => {
+    clearTimeout(typed);
+    typed = setTimeout(() => turn(abort.signal).catch(() => {}), 150);
+  });
+  return () => {
+    clearTimeout(typed);
+    abort.abort();
+    stop();
+  };
 }

@@ -40,14 +40,14 @@ export function settings(state, profile, signal) {
     min: "0",
     max: "2",
     step: "0.1",
-    placeholder: "of the profile",
+    placeholder: "default of the profile",
   });
   const most = h("input", {
     id: "chat-max",
     type: "number",
     min: "1",
     step: "1",
-    placeholder: "of the server",
+    placeholder: "limit of the server",
   });
   const system = h("textarea", { id: "chat-system", rows: "3", placeholder: "none" });
   const own = state.access.profile ?? "default";

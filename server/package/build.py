@@ -51,7 +51,7 @@ DESCRIPTION = """\
 Steersman serves local models with OpenAI's, Anthropic's and Ollama's HTTP interfaces, on MLX. Sandboxed WebAssembly
 policies decide whether a model reasons and for how long, and when a loop ends its reasoning.
 
-    uv tool install {name}
+    uv tool install {file}    # this wheel, of a release or built from a checkout
     steersman serve
 
 serves a small demonstration model that is part of the package. `steersman serve --model OWNER/NAME` serves a model of
@@ -157,6 +157,7 @@ def make_wheel(build: Build, programs: dict[str, bytes], out: Path) -> Path:
     name = build.name.replace("-", "_")
     tag = f"py3-none-{build.platform}"
     info = f"{name}-{build.version}.dist-info"
+    path = out / f"{name}-{build.version}-{tag}.whl"
     metadata = [
         "Metadata-Version: 2.1",
         f"Name: {build.name}",
@@ -173,14 +174,13 @@ def make_wheel(build: Build, programs: dict[str, bytes], out: Path) -> Path:
         "steersman/__main__.py": (HERE / "launcher.py").read_bytes(),
         "steersman/build.py": f'"""What this wheel was built with."""\n\n{constants}'.encode(),
         **{f"steersman/bin/{name}": program for name, program in programs.items()},
-        f"{info}/METADATA": "\n".join([*metadata, "", DESCRIPTION.format(name=build.name)]).encode(),
+        f"{info}/METADATA": "\n".join([*metadata, "", DESCRIPTION.format(file=path.name)]).encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: build.py\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
         f"{info}/entry_points.txt": b"[console_scripts]\nsteersman = steersman.__main__:main\n",
         f"{info}/LICENSE": (ROOT / "LICENSE").read_bytes(),
     }
     records = [f"{path},sha256={digest(data)},{len(data)}" for path, data in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*records, f"{info}/RECORD,,", ""]).encode()
-    path = out / f"{name}-{build.version}-{tag}.whl"
     when = time.gmtime(EPOCH)[:6]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for file, data in files.items():

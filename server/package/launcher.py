@@ -28,7 +28,7 @@ def installed(project):
 
 def problem(site_packages):
     """What is wrong with the libraries, and what to do, or None."""
-    alone = f"install {DISTRIBUTION} in an environment of its own, for instance with `uv tool install {DISTRIBUTION}`"
+    alone = f"install {DISTRIBUTION} in an environment of its own, for instance with `uv tool install` and the file of its wheel"
     for other in sorted(OF_STEERSMAN - {DISTRIBUTION}):
         if installed(other):
             return f"{other} is installed beside {DISTRIBUTION}, and has files of the same names: uninstall both, then install one"

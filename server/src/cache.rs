@@ -18,25 +18,32 @@ pub enum CacheTask {
     /// Show what is saved, by model and kind: `rows` are keys and values of attention, in blocks of
     /// tokens that prompts share; `state` is the state of recurrent and sliding-window layers at one
     /// position
+    #[command(after_help = "Example:\n  steersman cache stats")]
     Stats,
     /// List the saved prefixes, the last used first
+    #[command(after_help = "Example:\n  steersman cache list")]
     List,
     /// Read everything and drop damaged parts
+    #[command(after_help = "Example:\n  steersman cache verify")]
     Verify,
     /// Drop everything, damaged files set aside included, or all parts of one model
+    #[command(after_help = "Example:\n  steersman cache clear --fingerprint 3f9a")]
     Clear {
         /// Fingerprint of the model as `stats` shows it, or the beginning of it
         #[arg(long, value_name = "F")]
         fingerprint: Option<String>,
     },
     /// Make the file as small as its content allows
+    #[command(after_help = "Example:\n  steersman cache compact")]
     Compact,
     /// Write everything to one file that can be copied to another machine
+    #[command(after_help = "Example:\n  steersman cache export saved-state.bin")]
     Export {
         /// The file to create; it contains what users wrote to the models
         file: PathBuf,
     },
     /// Add the content of an exported file, as far as it fits the budget
+    #[command(after_help = "Example:\n  steersman cache import saved-state.bin")]
     Import {
         /// The file to read
         file: PathBuf,

@@ -118,6 +118,7 @@ pub enum Bench {
     #[command(disable_help_flag = true)]
     Report(Passed),
     /// Measure the passes of a model in this process: prefill, steps, verification of drafts, several sequences
+    #[command(after_help = "Example:\n  steersman bench model mlx-community/Qwen3.5-4B-MLX-4bit")]
     Model {
         #[command(flatten)]
         common: Common,
@@ -125,6 +126,7 @@ pub enum Bench {
         passes: model::Options,
     },
     /// Write a checkpoint with the dimensions of a published model and random weights in 4 bits
+    #[command(after_help = "Example:\n  steersman bench shape qwen3-4b ./random-4b")]
     Shape(shape::Options),
 }
 

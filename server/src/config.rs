@@ -32,6 +32,7 @@ pub use self::models::OnDemandConfig;
 pub use self::problems::{is_listened_on, out_of};
 use self::problems::{problems_of_engine, problems_of_keys};
 pub use self::read::{Problem, Source};
+pub(crate) use self::unit::Unit;
 
 /// Tells of new configurations while the server runs.
 pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;

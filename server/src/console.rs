@@ -40,6 +40,8 @@ files!(
     "conversations.js",
     "history.js",
     "inline.js",
+    "keys.js",
+    "log.js",
     "markdown.js",
     "message.js",
     "reply.js",

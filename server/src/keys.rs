@@ -1,74 +1,39 @@
-//! `steersman keys`: keys with names, in the data folder, where a running server finds them at once.
+//! Keys with names, in the data folder, where a running server finds them at once. `steersman keys` and `/v1/keys`
+//! create and revoke them, under one lock.
 //!
 //! The file `keys.json` has the SHA-256 of each key, never the key: keys have 256 random bits, so that no salt and no
-//! slow hash is needed. A revoked key stays listed, and what it opened stays closed: revoking the last key opens a
-//! server to nobody. Keys in the configuration are separate.
+//! slow hash is needed. A revoked or expired key stays listed, and what it opened stays closed: revoking the last key
+//! opens a server to nobody. Keys in the configuration are separate.
+//!
+//! The clock of the machine decides when a key has expired. It may be wrong: a key with an expiry is also refused when
+//! the clock is more than a day before its creation, as on a machine that starts without a clock.
 
-use std::fs::Metadata;
-use std::io::{ErrorKind, Write};
-use std::path::{Path, PathBuf};
+mod command;
+mod edit;
+mod file;
+
+use std::io::ErrorKind;
+use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use base64::Engine;
-use base64::prelude::BASE64_URL_SAFE_NO_PAD;
-use clap::{Args, Subcommand};
-use jiff::Timestamp;
-use parking_lot::Mutex;
+use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
-use crate::words::suggestion;
+pub use self::command::{Create, Task, run};
+pub use self::edit::{Created, Editing, LastOperator, NewKey, Refusal, RefusalKind, lifetime_s};
+pub use self::file::KeyFile;
 
 /// Name of the file in the data folder.
 pub const FILE: &str = "keys.json";
 
-/// Name of the file beside it that a command locks while it changes keys.
-const LOCK: &str = "keys.lock";
-
 /// Most bytes of the file: some 60,000 keys.
 const FILE_BYTES: u64 = 16 << 20;
 
-/// What keys begin with.
-const PREFIX: &str = "sk-";
-
-/// Random bytes of a key.
-const BYTES: usize = 32;
-
-/// Characters of a key that are shown in lists.
-const SHOWN: usize = 11;
-
-/// Most characters of a name.
-const NAME: usize = 64;
+/// How far the clock may be before the creation of a key: the largest difference of time zones, and more.
+const CLOCK_SLACK: SignedDuration = SignedDuration::from_hours(24);
 
 /// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
 pub type KeyDigest = [u8; 32];
-
-/// A task on the keys.
-#[derive(Subcommand)]
-pub enum Task {
-    /// Create a key and print it, this one time.
-    Create(Create),
-    /// List the keys: name, beginning, what each opens, when it was created and revoked.
-    List,
-    /// Revoke a key: a running server refuses it from now on.
-    Revoke {
-        /// Name of the key
-        name: String,
-    },
-}
-
-/// Options of `create`.
-#[derive(Args)]
-pub struct Create {
-    /// Name of the key, which lists show
-    name: String,
-    /// The key opens this profile only, which its requests use without naming it
-    #[arg(long, conflicts_with = "operator")]
-    profile: Option<String>,
-    /// The key opens everything, as server.admin_keys do
-    #[arg(long)]
-    operator: bool,
-}
 
 /// What a key opens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -94,15 +59,60 @@ pub struct Key {
     sha256: KeyDigest,
     /// What it opens.
     pub opens: Opens,
-    created: Timestamp,
+    /// When it was created.
+    pub created: Timestamp,
+    /// From when on it is refused by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    revoked: Option<Timestamp>,
+    pub expires: Option<Timestamp>,
+    /// When it was revoked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revoked: Option<Timestamp>,
+}
+
+/// Whether a key works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// It does.
+    Active,
+    /// Its expiry is over.
+    Expired,
+    /// It has an expiry, and the clock is long before its creation.
+    NotYet,
+    /// An operator has revoked it.
+    Revoked,
+}
+
+impl State {
+    /// All names of states.
+    pub const NAMES: [&str; 4] = ["active", "expired", "not_yet", "revoked"];
+
+    /// The name in replies.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
 }
 
 impl Key {
     /// The digest, unless the key is revoked.
     pub fn digest(&self) -> Option<KeyDigest> {
         self.revoked.is_none().then_some(self.sha256)
+    }
+
+    /// Whether it is the key with this digest.
+    pub fn is(&self, digest: &KeyDigest) -> bool {
+        self.sha256 == *digest
+    }
+
+    /// Whether it works at `now`.
+    pub fn state_at(&self, now: Timestamp) -> State {
+        match self.expires {
+            _ if self.revoked.is_some() => State::Revoked,
+            Some(expires) if now >= expires => State::Expired,
+            Some(_) if now.saturating_add(CLOCK_SLACK).is_ok_and(|late| late < self.created) => {
+                State::NotYet
+            }
+            _ => State::Active,
+        }
     }
 }
 
@@ -148,9 +158,10 @@ impl Keys {
         self.keys.iter().any(|key| key.opens == Opens::AllProfiles)
     }
 
-    /// Replaces the file at once: a reader sees the old one or the new one, and only this user reads it.
-    fn write(&self, path: &Path) -> Result<()> {
-        Ok(steersman_files::replace_private(path, &serde_json::to_vec_pretty(self)?)?)
+    /// Whether a key of an operator works, besides the one at `index`.
+    fn has_operator_besides(&self, index: Option<usize>, now: Timestamp) -> bool {
+        let mut others = self.keys.iter().enumerate().filter(|(other, _)| Some(*other) != index);
+        others.any(|(_, key)| key.opens == Opens::Operator && key.state_at(now) == State::Active)
     }
 }
 
@@ -163,235 +174,8 @@ pub struct Configured {
     pub closed_profiles: Vec<String>,
     /// Whether the server has keys there that open all profiles.
     pub is_closed: bool,
-}
-
-/// Runs a task on the keys in `data_dir`.
-///
-/// # Errors
-/// If the name is taken or unknown, the profile does not exist, or the file cannot be read or written.
-pub fn run(
-    task: &Task,
-    configured: &Configured,
-    data_dir: &Path,
-    out: &mut impl Write,
-) -> Result<()> {
-    let path = data_dir.join(FILE);
-    // Two commands at the same time would lose the key of one.
-    let lock_path = data_dir.join(LOCK);
-    let lock = steersman_files::open_lock(&lock_path)
-        .with_context(|| format!("opening {}", lock_path.display()))?;
-    lock.lock().with_context(|| format!("locking {}", lock_path.display()))?;
-    let mut keys = Keys::read(&path)?;
-    match task {
-        Task::Create(options) => {
-            let closed = options.closes(&keys, configured);
-            let key = options.create(&mut keys, &configured.profiles)?;
-            keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
-            if let Some(closed) = closed {
-                tracing::warn!(
-                    "this is the first key of {closed}: from now on, requests without a key are refused there"
-                );
-            }
-            writeln!(out, "{key}")?;
-        }
-        Task::List => list(&keys, out)?,
-        Task::Revoke { name } => {
-            // Of several keys with this name, all but the newest are revoked.
-            let known = keys.keys.iter().rposition(|key| key.name == *name);
-            let index = known.with_context(|| {
-                let near = suggestion(name, keys.keys.iter().map(|key| key.name.as_str()));
-                format!("there is no key `{name}`; see `steersman keys list`{near}")
-            })?;
-            let key = &mut keys.keys[index];
-            ensure!(key.revoked.is_none(), "the key `{name}` is already revoked");
-            key.revoked = Some(Timestamp::now());
-            let prefix = key.prefix.clone();
-            keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
-            writeln!(out, "revoked {name} ({prefix}..)")?;
-        }
-    }
-    Ok(())
-}
-
-impl Create {
-    /// What the key closes to requests without a key, as the first of its kind in `keys` and the configuration.
-    fn closes(&self, keys: &Keys, configured: &Configured) -> Option<String> {
-        if self.operator || configured.is_closed || keys.has_client_key() {
-            return None;
-        }
-        let Some(name) = &self.profile else { return Some("this server".into()) };
-        let opens = Opens::Profile(name.clone());
-        let is_first = !configured.closed_profiles.contains(name)
-            && keys.keys.iter().all(|key| key.opens != opens);
-        is_first.then(|| format!("the profile `{name}`"))
-    }
-
-    /// Adds a key to `keys`, and returns it.
-    fn create(&self, keys: &mut Keys, profiles: &[String]) -> Result<String> {
-        let Self { name, profile, operator } = self;
-        let is_plain = !name.is_empty()
-            && name.len() <= NAME
-            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.@".contains(c));
-        ensure!(
-            is_plain,
-            "`{name}` is no name of a key: use 1 to {NAME} letters, digits, and - _ . @"
-        );
-        // Only a revoked key leaves its name to a new one.
-        let is_free = keys.keys.iter().all(|key| key.name != *name || key.revoked.is_some());
-        ensure!(
-            is_free,
-            "there is a key `{name}` already; choose another name, or revoke it first with \
-             `steersman keys revoke {name}`"
-        );
-        if let Some(profile) = profile {
-            let is_known = profile == "default" || profiles.contains(profile);
-            ensure!(
-                is_known,
-                "the configuration has no profile `{profile}`; name its file with --config{}",
-                suggestion(profile, profiles.iter().map(String::as_str))
-            );
-        }
-        let mut bytes = [0; BYTES];
-        getrandom::fill(&mut bytes).map_err(|error| anyhow!("no randomness: {error}"))?;
-        let key = format!("{PREFIX}{}", BASE64_URL_SAFE_NO_PAD.encode(bytes));
-        keys.keys.push(Key {
-            name: name.clone(),
-            prefix: key[..SHOWN].into(),
-            sha256: Sha256::digest(&key).into(),
-            opens: match profile {
-                Some(profile) => Opens::Profile(profile.clone()),
-                None if *operator => Opens::Operator,
-                None => Opens::AllProfiles,
-            },
-            created: Timestamp::now(),
-            revoked: None,
-        });
-        Ok(key)
-    }
-}
-
-fn list(keys: &Keys, out: &mut impl Write) -> Result<()> {
-    if keys.keys.is_empty() {
-        writeln!(out, "no keys; create one with `steersman keys create NAME`")?;
-        return Ok(());
-    }
-    let width = keys.keys.iter().map(|key| key.name.len()).max().unwrap_or_default().max(4);
-    let opens = |key: &Key| match &key.opens {
-        Opens::AllProfiles => "all profiles".to_string(),
-        Opens::Operator => "everything".into(),
-        Opens::Profile(name) => format!("profile {name}"),
-    };
-    let second = |time: Timestamp| time.strftime("%Y-%m-%d %H:%M:%SZ").to_string();
-    let opened = keys.keys.iter().map(|key| opens(key).len()).max().unwrap_or_default().max(5);
-    writeln!(
-        out,
-        "{:width$}  {:13}  {:opened$}  {:20}  revoked",
-        "name", "key", "opens", "created"
-    )?;
-    for key in &keys.keys {
-        let (opens, created) = (opens(key), second(key.created));
-        let revoked = key.revoked.map(second).unwrap_or_default();
-        let line =
-            format!("{:width$}  {}..  {opens:opened$}  {created}  {revoked}", key.name, key.prefix);
-        writeln!(out, "{}", line.trim_end())?;
-    }
-    Ok(())
-}
-
-/// The file of a running server, which is read again when it has changed.
-#[derive(Debug)]
-pub struct KeyFile {
-    path: PathBuf,
-    /// What was last read.
-    last: Mutex<(Option<Stamp>, Keys)>,
-}
-
-/// What changes when a file is replaced, or becomes readable.
-#[derive(Debug, PartialEq)]
-struct Stamp {
-    modified: Option<std::time::SystemTime>,
-    bytes: u64,
-    inode: u64,
-    /// Seconds and nanoseconds of the last change of owner, permissions or content.
-    changed: (i64, i64),
-}
-
-impl Stamp {
-    fn of(metadata: &Metadata) -> Self {
-        #[cfg(unix)]
-        let (inode, changed) = {
-            use std::os::unix::fs::MetadataExt;
-            (metadata.ino(), (metadata.ctime(), metadata.ctime_nsec()))
-        };
-        #[cfg(not(unix))]
-        let (inode, changed) = (0, (0, 0));
-        Self { modified: metadata.modified().ok(), bytes: metadata.len(), inode, changed }
-    }
-}
-
-impl KeyFile {
-    /// The file in `data_dir`, which may be missing.
-    ///
-    /// # Errors
-    /// As [`Keys::read`].
-    pub fn open(data_dir: &Path) -> Result<Self> {
-        let path = data_dir.join(FILE);
-        let stamp = stamp(&path);
-        let keys = Keys::read(&path)?;
-        Ok(Self { path, last: Mutex::new((stamp, keys)) })
-    }
-
-    /// The keys that were last read.
-    pub fn keys(&self) -> Keys {
-        self.last.lock().1.clone()
-    }
-
-    /// The keys, if the file has changed since they were last read. Without the file, or with one that is damaged or
-    /// cannot be read, all keys are revoked.
-    pub fn changed(&self) -> Option<Keys> {
-        let stamp = stamp(&self.path);
-        let mut last = self.last.lock();
-        if last.0 == stamp {
-            return None;
-        }
-        let path = self.path.display();
-        let keys = match Keys::read(&self.path) {
-            Ok(keys) if stamp.is_some() => {
-                tracing::info!(%path, keys = keys.keys.len(), "keys read again");
-                keys
-            }
-            Ok(_) => {
-                tracing::error!(%path, "file of keys is gone; refusing its keys");
-                last.1.revoked()
-            }
-            Err(error) => {
-                let text = format!("{error:#}");
-                // A file that can be read and is wrong has no error of the system.
-                if error.downcast_ref::<std::io::Error>().is_some() {
-                    tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
-                } else {
-                    tracing::error!(error = text, "file of keys is damaged; refusing its keys");
-                }
-                last.1.revoked()
-            }
-        };
-        *last = (stamp, keys.clone());
-        Some(keys)
-    }
-}
-
-/// The stamp of the file at `path`, if there is one.
-fn stamp(path: &Path) -> Option<Stamp> {
-    std::fs::metadata(path).ok().map(|metadata| Stamp::of(&metadata))
-}
-
-impl Keys {
-    /// The same keys, all revoked.
-    fn revoked(&self) -> Self {
-        let now = Timestamp::now();
-        let revoke = |key: &Key| Key { revoked: key.revoked.or(Some(now)), ..key.clone() };
-        Self { keys: self.keys.iter().map(revoke).collect() }
-    }
+    /// Whether operators have keys there.
+    pub has_operators: bool,
 }
 
 #[cfg(test)]
@@ -400,6 +184,58 @@ pub(crate) mod tests {
 
     /// The task that creates a key for all profiles.
     pub fn create(name: &str) -> Task {
-        Task::Create(Create { name: name.into(), profile: None, operator: false })
+        Task::Create(Create { name: name.into(), profile: None, operator: false, expires: None })
+    }
+
+    fn at(text: &str) -> Timestamp {
+        text.parse().unwrap()
+    }
+
+    /// A key of `2030-01-01`.
+    fn key(expires: Option<&str>, revoked: bool) -> Key {
+        Key {
+            name: "laptop".into(),
+            prefix: "sk-01234567".into(),
+            sha256: [7; 32],
+            opens: Opens::Operator,
+            created: at("2030-01-01T00:00:00Z"),
+            expires: expires.map(at),
+            revoked: revoked.then(|| at("2030-01-02T00:00:00Z")),
+        }
+    }
+
+    #[test]
+    fn the_clock_decides_whether_a_key_works() {
+        let month = Some("2030-01-31T00:00:00Z");
+        for (expires, revoked, now, state) in [
+            (None, false, "2030-01-01T00:00:00Z", State::Active),
+            (None, false, "2999-01-01T00:00:00Z", State::Active),
+            // Without an expiry, a wrong clock closes nothing.
+            (None, false, "1970-01-01T00:00:00Z", State::Active),
+            (month, false, "2030-01-30T23:59:59Z", State::Active),
+            (month, false, "2030-01-31T00:00:00Z", State::Expired),
+            // A clock that is set back a little, or to another time zone.
+            (month, false, "2029-12-31T10:00:00Z", State::Active),
+            // A machine that starts without a clock would open all keys that have expired.
+            (month, false, "1970-01-01T00:00:00Z", State::NotYet),
+            (month, true, "2030-01-03T00:00:00Z", State::Revoked),
+            (month, true, "2031-01-01T00:00:00Z", State::Revoked),
+        ] {
+            assert_eq!(key(expires, revoked).state_at(at(now)), state, "{expires:?} at {now}");
+        }
+    }
+
+    /// Files that were written before keys had an expiry.
+    #[test]
+    fn old_files_are_read_and_written_as_they_were() {
+        let digest = "07".repeat(32);
+        let old = format!(
+            r#"{{"keys": [{{"name": "laptop", "prefix": "sk-01234567", "sha256": "{digest}",
+            "opens": "all_profiles", "created": "2030-01-01T00:00:00Z"}}]}}"#
+        );
+        let keys: Keys = serde_json::from_str(&old).unwrap();
+        assert_eq!(keys.keys[0].state_at(at("2999-01-01T00:00:00Z")), State::Active);
+        let new = serde_json::to_string(&keys).unwrap();
+        assert!(!new.contains("expires") && !new.contains("revoked"), "{new}");
     }
 }

@@ -14,7 +14,7 @@
 //! check.rs     `steersman check`: finds problems of a configuration
 //! words.rs     errors of deserializers in the words of JSON and TOML
 //! reload.rs    what SIGHUP changes
-//! keys.rs      `steersman keys`: keys in the data folder
+//! keys.rs      keys in the data folder, and `steersman keys`
 //! link.rs      the one-time link that makes the owner of a local server its operator
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown

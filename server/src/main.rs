@@ -39,6 +39,9 @@ use self::cli::{
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// Time between two samples of what the server does, for charts.
+const SAMPLE_EVERY: Duration = Duration::from_secs(10);
+
 /// Time in which the tasks of the runtime end after the server has.
 const TASKS: Duration = Duration::from_secs(2);
 
@@ -63,7 +66,7 @@ fn main() -> ExitCode {
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
-        Command::Serve(options) => traced(|| serve(options)),
+        Command::Serve(options) => traced(|log| serve(options, log)),
         Command::Chat(options) => chat(options),
         Command::Run(options) => run(options),
         Command::Doctor(options) => doctor(options),
@@ -104,21 +107,16 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
-/// Does `work` with the log, and traces if they are on.
-fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
-    match Traces::from_env()? {
-        None => steersman_log::to_stderr(),
-        Some(traces) => {
-            steersman_log::to_stderr_and(traces.layer());
-            let done = work();
-            drop(traces);
-            return done;
-        }
-    }
-    work()
+/// Does `work` with the log, of which it gets the newest lines, and traces if they are on.
+fn traced(work: impl FnOnce(steersman_log::Recent) -> Result<()>) -> Result<()> {
+    let traces = Traces::from_env()?;
+    let recent = steersman_log::of_server(traces.as_ref().map(|traces| traces.layer()));
+    let done = work(recent);
+    drop(traces);
+    done
 }
 
-fn serve(options: Serve) -> Result<()> {
+fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     let began = Instant::now();
     let Serve { common, model, host, port } = options;
     let (path, device) = (common.place.config.clone(), common.device);
@@ -138,6 +136,8 @@ fn serve(options: Serve) -> Result<()> {
         responses: Some(data_dir.join("responses")),
         reloads: reloader.as_ref().map(|(_, reloads)| reloads.clone()),
         reload_counts: reloader.as_ref().map(|(reloader, _)| reloader.counts()).unwrap_or_default(),
+        log,
+        samples: Some(SAMPLE_EVERY),
         ..Wiring::default()
     };
 
@@ -271,6 +271,7 @@ fn keys(options: Keys) -> Result<()> {
         profiles: file.profiles.keys().cloned().collect(),
         closed_profiles: closed.map(|(name, _)| name.clone()).collect(),
         is_closed: !file.server.api_keys.is_empty(),
+        has_operators: !file.server.admin_keys.is_empty(),
     };
     keys::run(&options.task, &configured, &data_dir, &mut std::io::stdout().lock())
 }
@@ -412,20 +413,40 @@ mod tests {
         std::iter::once("steersman".into()).chain(words).collect()
     }
 
+    /// Checks that the commands below `command`, which is called `name`, have an example that is parsed. Those that
+    /// are programs of their own print another help, which their crates check.
+    fn check_examples(command: &clap::Command, name: &str) {
+        for below in command.get_subcommands().filter(|below| !below.is_disable_help_flag_set()) {
+            let name = format!("{name} {}", below.get_name());
+            let help = below.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let example = help.strip_prefix("Example:\n");
+            let arguments = arguments(example.unwrap_or_else(|| panic!("{name} has no example")));
+            assert!(arguments.join(" ").starts_with(&name), "{name}: {arguments:?}");
+            let parsed = Cli::try_parse_from(&arguments);
+            assert!(parsed.is_ok(), "{arguments:?}: {:?}", parsed.err());
+            check_examples(below, &name);
+        }
+    }
+
     #[test]
     fn the_help_of_every_command_has_an_example_that_works() {
         let cli = Cli::command();
-        for command in cli.get_subcommands().filter(|command| !command.is_disable_help_flag_set()) {
-            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let example = help.strip_prefix("Example:\n");
-            let example = example.unwrap_or_else(|| panic!("{}", command.get_name()));
-            let arguments = arguments(example);
-            assert_eq!(arguments[1], command.get_name().to_owned(), "{example}");
-            assert!(Cli::try_parse_from(&arguments).is_ok(), "{arguments:?}");
-        }
+        check_examples(&cli, "steersman");
         let everyday = ["serve", "run", "chat", "pull", "list", "show", "rm"];
         let names: Vec<_> = cli.get_subcommands().map(clap::Command::get_name).collect();
         assert_eq!(names[..everyday.len()], everyday);
+    }
+
+    #[test]
+    fn the_help_of_config_names_the_command_that_writes_a_file() {
+        let cli = Cli::command();
+        let options = cli.get_subcommands().flat_map(clap::Command::get_arguments);
+        let help = options.filter(|option| option.get_id() == "config").map(clap::Arg::get_help);
+        let help: Vec<_> = help.map(|help| help.map(ToString::to_string)).collect();
+        assert!(help.len() > 10, "{help:?}");
+        for help in help.into_iter().map(Option::unwrap_or_default) {
+            assert!(help.contains("`steersman init` writes one"), "{help}");
+        }
     }
 
     /// It was "invalid digit found in string".

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use steersman_models::hub::Hub;
 
@@ -9,6 +10,7 @@ use crate::config::Reloads;
 use crate::keys::KeyFile;
 use crate::link::Link;
 use crate::reload::ReloadCounts;
+use steersman_log::Recent;
 
 /// Handles of a running server. None of them is needed: tests and `steersman chat` serve without.
 #[derive(Debug, Clone, Default)]
@@ -25,6 +27,10 @@ pub struct Wiring {
     pub reload_counts: Arc<ReloadCounts>,
     /// Where models are downloaded from, if not from the hub that the environment names.
     pub hub: Option<Hub>,
+    /// The newest lines of the log.
+    pub log: Recent,
+    /// Time between two samples of what the server does; none are taken without it.
+    pub samples: Option<Duration>,
 }
 
 impl Wiring {

@@ -34,10 +34,19 @@ pub use eval::EvalOptions;
 #[derive(Subcommand)]
 pub enum Task {
     /// Run scenarios against one or more servers in turn, and write results, plots and a report
+    #[command(
+        after_help = "Example:\n  steersman bench suite --quick --against ours=http://127.0.0.1:11436 --against theirs=http://127.0.0.1:8080"
+    )]
     Suite(suite::SuiteOptions),
     /// Install other servers, start them and this one on a model, and run the suite against all
+    #[command(
+        after_help = "Example:\n  steersman bench peers --model Qwen3.5-4B-MLX-4bit --scenario short,long"
+    )]
     Peers(peers::PeersOptions),
     /// Compare two results files, figure by figure
+    #[command(
+        after_help = "Example:\n  steersman bench diff before/results.jsonl after/results.jsonl"
+    )]
     Diff {
         /// The results that are compared with
         a: PathBuf,
@@ -45,6 +54,9 @@ pub enum Task {
         b: PathBuf,
     },
     /// Write the report of results files again
+    #[command(
+        after_help = "Example:\n  steersman bench report before/results.jsonl after/results.jsonl --out both"
+    )]
     Report {
         /// Results files; servers and scenarios of later files are added to those of the first
         #[arg(required = true)]

@@ -18,6 +18,9 @@ enum Command {
     #[command(flatten)]
     Bench(Task),
     /// Ask generated questions of ten tasks and grade the answers by rules
+    #[command(
+        after_help = "Example:\n  steersman eval --items 5 --against ours=http://127.0.0.1:11436 --matrix thinking=on,off"
+    )]
     Eval(EvalOptions),
 }
 
@@ -32,6 +35,32 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_help_of_every_command_has_an_example_that_works() {
+        let cli = Cli::command();
+        for command in cli.get_subcommands() {
+            let name = command.get_name();
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let example = help.strip_prefix("Example:\n");
+            let example = example.unwrap_or_else(|| panic!("{name} has no example"));
+            let words: Vec<_> = example.split_whitespace().collect();
+            let called: &[&str] = match name {
+                "eval" => &["steersman"],
+                _ => &["steersman", "bench"],
+            };
+            assert!(words.starts_with(called) && words[called.len()] == name, "{example}");
+            let parsed = Cli::try_parse_from(&words[called.len() - 1..]);
+            assert!(parsed.is_ok(), "{example}: {:?}", parsed.err());
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The log on stderr of `steersman` and `steersman-policy`: `RUST_LOG` filters it, `STEERSMAN_LOG=json` writes objects.
 
 mod line;
+mod recent;
 
 use std::io::IsTerminal;
 
@@ -10,6 +11,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use self::line::{Form, SpanFields};
+pub use self::recent::{Line, Recent};
 
 /// The default filter. The lines of rmcp repeat what servers send, as often as they send it: the server logs why a
 /// connection was lost.
@@ -24,21 +26,23 @@ const TARGETS: [&str; 2] = ["steersman", "policy"];
 
 /// Logs to stderr.
 pub fn to_stderr() {
-    init(LOG, None::<Identity>);
+    init(LOG, None::<Identity>, None);
 }
 
 /// Logs warnings to stderr.
 pub fn warnings_to_stderr() {
-    init(WARNINGS, None::<Identity>);
+    init(WARNINGS, None::<Identity>, None);
 }
 
-/// Logs to stderr, and passes all spans and events to `layer`.
-pub fn to_stderr_and(layer: impl Layer<Registry> + Send + Sync) {
-    init(LOG, Some(layer));
+/// Logs to stderr, and passes all spans and events to `layer`. Returns the newest lines.
+pub fn of_server(layer: Option<impl Layer<Registry> + Send + Sync>) -> Recent {
+    let recent = Recent::default();
+    init(LOG, layer, Some(&recent));
+    recent
 }
 
 /// Logs with RUST_LOG or, without it, the given filter.
-fn init(default: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
+fn init(default: &str, layer: Option<impl Layer<Registry> + Send + Sync>, recent: Option<&Recent>) {
     let written = std::env::var_os("RUST_LOG").unwrap_or_default().to_string_lossy().into_owned();
     let (filter, problem) = choose(&written, default);
     let filter = EnvFilter::new(filter);
@@ -49,7 +53,9 @@ fn init(default: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
         .with_ansi(form == Form::Text && std::io::stderr().is_terminal())
         .event_format(form)
         .fmt_fields(SpanFields);
-    tracing_subscriber::registry().with(layer).with(log.with_filter(filter)).init();
+    // One filter for both: what is kept is what stderr has.
+    let log = log.and_then(recent.map(Recent::layer)).with_filter(filter);
+    tracing_subscriber::registry().with(layer).with(log).init();
     if !["", "text", "json"].contains(&wanted.as_str()) {
         tracing::warn!(form = wanted, "STEERSMAN_LOG must be text or json; the log is text");
     }

@@ -45,11 +45,14 @@ const LARGE_BYTES: usize = 4 << 20;
 #[derive(Subcommand)]
 pub enum Task {
     /// Create a folder with a small policy: source, contract and golden file
+    #[command(after_help = "Example:\n  steersman policy new brief --lang rust")]
     New(new::New),
     /// Build a component
+    #[command(after_help = "Example:\n  steersman policy build brief")]
     Build(build::Build),
     /// Print size, SHA-256, contract version, hooks and imports of a policy. Fails if a server would
     /// refuse it
+    #[command(after_help = "Example:\n  steersman policy check brief/brief.wasm --grants log,kv")]
     Check {
         /// The policy
         #[command(flatten)]
@@ -59,6 +62,7 @@ pub enum Task {
         grants: Option<Vec<Grant>>,
     },
     /// Run golden files. Fails if an answer differs from the expected one
+    #[command(after_help = "Example:\n  steersman policy test default")]
     Test {
         /// The policy
         #[command(flatten)]
@@ -72,6 +76,7 @@ pub enum Task {
         selection: Selection,
     },
     /// Call a policy with the calls of a trace and print its answers, one JSON object a line
+    #[command(after_help = "Example:\n  steersman policy replay default trace.jsonl")]
     Replay {
         /// The policy
         #[command(flatten)]
@@ -83,6 +88,9 @@ pub enum Task {
         selection: Selection,
     },
     /// Call two policies with the calls of a trace and print the answers that differ. Fails if any do
+    #[command(
+        after_help = "Example:\n  steersman policy diff default brief/brief.wasm trace.jsonl"
+    )]
     Diff {
         /// The first policy: a component, or the name of one that ships or is in `policy.folder`
         a: PathBuf,
@@ -95,6 +103,7 @@ pub enum Task {
         selection: Selection,
     },
     /// Measure the time and fuel of each hook
+    #[command(after_help = "Example:\n  steersman policy bench default")]
     Bench {
         /// The policy
         #[command(flatten)]
@@ -106,6 +115,9 @@ pub enum Task {
         selection: Selection,
     },
     /// Show what a policy would have done to replies that exist, without a model, and what it would have saved
+    #[command(
+        after_help = "Example:\n  steersman policy sim default replies.jsonl --param reasoning_budget=500"
+    )]
     Sim {
         /// The policy
         #[command(flatten)]
@@ -115,19 +127,24 @@ pub enum Task {
         options: sim::Options,
     },
     /// Write a pair of keys that sign bundles, as minisign's
+    #[command(after_help = "Example:\n  steersman policy keygen house.key")]
     Keygen(bundle::Keygen),
     /// Test a policy and put it into one signed file, with its golden file, the schema of its parameters and its
     /// README
+    #[command(after_help = "Example:\n  steersman policy bundle brief/brief.wasm --key house.key")]
     Bundle(bundle::Options),
     /// Build, test and push a policy whenever a file of its folder is saved. What fails is not pushed
+    #[command(after_help = "Example:\n  steersman policy watch brief")]
     Watch(watch::Options),
     /// List the policies of a running server, their versions and profiles
+    #[command(after_help = "Example:\n  steersman policy list --url http://127.0.0.1:11436")]
     List {
         /// The server
         #[command(flatten)]
         server: remote::Server,
     },
     /// Upload a component or a bundle to a running server, which validates and activates it
+    #[command(after_help = "Example:\n  steersman policy push brief brief/brief.wasm")]
     Push {
         /// Name of the policy on the server
         name: String,
@@ -138,6 +155,7 @@ pub enum Task {
         server: remote::Server,
     },
     /// Return to the previous version of a policy on a running server
+    #[command(after_help = "Example:\n  steersman policy rollback brief")]
     Rollback {
         /// Name of the policy on the server
         name: String,
@@ -146,6 +164,7 @@ pub enum Task {
         server: remote::Server,
     },
     /// Print the trace of a request from a running server, as `replay` reads it
+    #[command(after_help = "Example:\n  steersman policy trace chatcmpl-1 > trace.jsonl")]
     Trace {
         /// The request: `id` of its reply
         id: String,

@@ -12,7 +12,11 @@ use steersman_policy_host::{PolicyConfig, Storage, compile_if_asked, this_progra
 /// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
 /// model.
 #[derive(Parser)]
-#[command(name = "steersman-policy", version)]
+#[command(
+    name = "steersman-policy",
+    version,
+    after_help = "Example:\n  steersman policy test default"
+)]
 struct Cli {
     /// Configuration file of a server, in TOML; only its table [policy] and its address are read
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
@@ -78,4 +82,29 @@ fn read_config(path: Option<&Path>) -> Result<FileConfig> {
     let file: FileConfig = toml::from_str(&text).with_context(|| path.display().to_string())?;
     file.policy.check()?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_help_of_every_command_has_an_example_that_works() {
+        let cli = Cli::command();
+        for command in cli.get_subcommands().chain([&cli]) {
+            let name = command.get_name();
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let example = help.strip_prefix("Example:\n");
+            let example = example.unwrap_or_else(|| panic!("{name} has no example"));
+            // What follows is the shell's.
+            let call = example.split(" > ").next().unwrap_or_default();
+            let words: Vec<_> = call.split_whitespace().collect();
+            assert_eq!(words[..2], ["steersman", "policy"], "{name}");
+            assert!(name == cli.get_name() || words[2] == name, "{example}");
+            let parsed = Cli::try_parse_from(&words[1..]);
+            assert!(parsed.is_ok(), "{example}: {:?}", parsed.err());
+        }
+    }
 }

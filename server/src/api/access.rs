@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderName, header};
+use jiff::Timestamp;
 use parking_lot::{Mutex, RwLock};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Map, Value};
@@ -22,7 +23,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
-use crate::keys::{self, KeyDigest, KeyFile, Opens};
+use crate::keys::{self, Configured, KeyDigest, KeyFile, Opens, State};
 use crate::link::Link;
 use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
@@ -49,6 +50,8 @@ pub struct Access {
     /// Makes who has read it an operator.
     link: Option<Arc<Link>>,
     failures: Failures,
+    /// Limit on log lines about keys that have expired.
+    expired: Throttle,
 }
 
 /// Where the keys come from.
@@ -68,6 +71,8 @@ struct Keys {
     /// Without operators, operations on policies are closed to everyone.
     has_operators: bool,
     profiles: BTreeMap<String, ProfileGate>,
+    /// Created keys that expire, or have expired. They are among the keys above, too.
+    expiring: Vec<keys::Key>,
 }
 
 /// Keys and concurrency limit of one profile.
@@ -114,6 +119,7 @@ impl Keys {
             admin_keys: digests(&config.admin_keys),
             has_operators: !config.admin_keys.is_empty(),
             profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
+            expiring: Vec::new(),
         }
     }
 }
@@ -124,6 +130,9 @@ impl Sources {
         let mut keys = self.configured.clone();
         for key in &self.created.keys {
             let digest = key.digest();
+            if digest.is_some() && key.expires.is_some() {
+                keys.expiring.push(key.clone());
+            }
             match &key.opens {
                 Opens::AllProfiles => {
                     keys.server_keys.extend(digest);
@@ -160,6 +169,7 @@ impl Access {
             file,
             link,
             failures: Failures::default(),
+            expired: Throttle::default(),
         }
     }
 
@@ -193,8 +203,29 @@ impl Access {
         self.keys.read().clone()
     }
 
-    /// The caller, from the key in the headers; `None` if a required key is missing or wrong.
-    pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
+    /// The file of created keys; `None` without a data folder.
+    pub fn key_file(&self) -> Option<&Arc<KeyFile>> {
+        self.file.as_ref()
+    }
+
+    /// What the configuration says of profiles and keys.
+    pub fn configured(&self) -> Configured {
+        let sources = self.sources.lock();
+        let Keys { requires_key, has_operators, profiles, .. } = &sources.configured;
+        let closed = profiles.iter().filter(|(_, gate)| gate.requires_key);
+        Configured {
+            profiles: profiles.keys().cloned().collect(),
+            closed_profiles: closed.map(|(name, _)| name.clone()).collect(),
+            is_closed: *requires_key,
+            has_operators: *has_operators,
+        }
+    }
+
+    /// The caller, from the key in the headers.
+    ///
+    /// # Errors
+    /// 401 if a required key is missing or wrong, or a key has expired.
+    pub fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         let key = key_of(headers);
         // Compares with every key to the end, so the time taken reveals nothing.
         let is_among = |keys: &[KeyDigest]| {
@@ -203,6 +234,8 @@ impl Access {
             })
         };
         let known = self.keys();
+        // A client whose key has expired is not one without a key: it is told so also where it needs none.
+        self.check_expiry(&known.expiring, key.as_ref())?;
         let (operator, all_profiles) = (is_among(&known.admin_keys), is_among(&known.server_keys));
         let of_link = self.link.as_ref().zip(key.as_ref());
         let operator = of_link.is_some_and(|(link, key)| link.opens(key)) | operator;
@@ -210,11 +243,36 @@ impl Access {
             if is_among(&gate.keys) { Some(Caller::Profile(name.clone())) } else { found }
         });
         match of_profile {
-            _ if operator => Some(Caller::Operator),
-            _ if all_profiles => Some(Caller::AllProfiles),
-            Some(caller) => Some(caller),
-            None => (!known.requires_key).then_some(Caller::Anonymous),
+            _ if operator => Ok(Caller::Operator),
+            _ if all_profiles => Ok(Caller::AllProfiles),
+            Some(caller) => Ok(caller),
+            None if known.requires_key => Err(ApiError::unauthorized()),
+            None => Ok(Caller::Anonymous),
         }
+    }
+
+    /// Refuses `key` if it is one of `expiring` that does not work now.
+    fn check_expiry(
+        &self,
+        expiring: &[keys::Key],
+        key: Option<&KeyDigest>,
+    ) -> Result<(), ApiError> {
+        let Some(key) = key else { return Ok(()) };
+        let is_it = |known: &keys::Key| known.digest().is_some_and(|known| known.ct_eq(key).into());
+        // To the end, as above.
+        let known = expiring
+            .iter()
+            .fold(None, |found, known| if is_it(known) { Some(known) } else { found });
+        let Some(known) = known else { return Ok(()) };
+        let state = known.state_at(Timestamp::now());
+        if state == State::Active {
+            return Ok(());
+        }
+        if let Some(suppressed) = self.expired.pass() {
+            let (name, state) = (&known.name, state.name());
+            tracing::warn!(key = name, state, suppressed, "request refused: key has expired");
+        }
+        Err(ApiError::key_expired(known))
     }
 
     /// A note to a caller whose key opens nothing on a server that needs none, but has profiles with keys: a mistyped key
@@ -418,7 +476,7 @@ impl Destination {
 }
 
 /// The digest of the key in the headers, whether or not it is known.
-fn key_of(headers: &HeaderMap) -> Option<KeyDigest> {
+pub fn key_of(headers: &HeaderMap) -> Option<KeyDigest> {
     let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
     let key = text(&header::AUTHORIZATION).and_then(|value| value.split_once(' '));
     let bearer =

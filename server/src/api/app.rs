@@ -9,7 +9,7 @@ use axum::http::{HeaderMap, HeaderName};
 use parking_lot::RwLock;
 use steersman_models::hub::Hub;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use super::access::{Access, Admission, Caller, Destination};
 use super::body::{Bodies, Limit, ReadBody};
@@ -19,12 +19,14 @@ use super::origin::Origins;
 use super::pulls::Pulls;
 use super::register::Register;
 use super::response_store::ResponseStore;
+use super::samples::Samples;
 use crate::config::{ProfileAccess, Reloads, ServerConfig};
 use crate::mcp::Mcp;
 use crate::models::Models;
 use crate::reload::ReloadCounts;
 use crate::throttle::Throttle;
 use crate::wiring::Wiring;
+use steersman_log::Recent;
 
 /// Traces that are read at a time.
 const TRACE_READERS: usize = 4;
@@ -53,12 +55,18 @@ pub struct App {
     pub(super) uploads: Semaphore,
     /// Limits rollbacks to one at a time.
     pub(super) rollbacks: Semaphore,
+    /// Limits changes of keys to one at a time.
+    pub(super) key_changes: Arc<Semaphore>,
     /// Limits traces that are read at a time.
     pub(super) trace_readers: Arc<Semaphore>,
     /// The download of a model that runs.
     pub(super) pulls: Arc<Pulls>,
     /// Where models are downloaded from, if not what the environment says.
     pub(super) hub: Option<Hub>,
+    /// The newest lines of the log.
+    pub(super) log: Recent,
+    /// What the server did lately.
+    pub(super) samples: Samples,
     /// How reloads of the configuration have ended, for metrics.
     pub(super) reload_counts: Arc<ReloadCounts>,
     pub(super) body_limit_bytes: usize,
@@ -69,9 +77,9 @@ impl App {
     /// The state of a server with `models`.
     ///
     /// # Panics
-    /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+    /// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads or samples.
     pub fn new(models: Models, config: &ServerConfig, wiring: Wiring) -> Arc<Self> {
-        let Wiring { keys, link, responses, reloads, reload_counts, hub } = wiring;
+        let Wiring { keys, link, responses, reloads, reload_counts, hub, log, samples } = wiring;
         let lifetime = Duration::from_secs(config.responses_days * 86_400);
         let folder = responses.as_ref().filter(|_| config.responses_bytes > 0);
         let store = folder
@@ -89,15 +97,21 @@ impl App {
             responses: store,
             uploads: Semaphore::new(1),
             rollbacks: Semaphore::new(1),
+            key_changes: Arc::new(Semaphore::new(1)),
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
             hub,
+            log,
+            samples: Samples::default(),
             reload_counts,
             body_limit_bytes: config.body_limit_bytes,
             request_timeout: Duration::from_secs(config.request_timeout_s),
         });
         if let Some(reloads) = reloads {
             tokio::spawn(follow(Arc::downgrade(&app), reloads));
+        }
+        if let Some(period) = samples {
+            tokio::spawn(sample(Arc::downgrade(&app), period));
         }
         app
     }
@@ -157,6 +171,18 @@ async fn follow(app: Weak<App>, mut reloads: Reloads) {
         app.access.reload(&config);
         reload_profiles(&mut app.profiles.write(), &config.profiles);
         app.models.set_aliases(config.aliases.clone());
+    }
+}
+
+/// Takes a sample of what the server does every `period`, as long as there is the server.
+async fn sample(app: Weak<App>, period: Duration) {
+    let mut ticks = interval_at(Instant::now() + period, period);
+    // A machine that was suspended has one sample of that time.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let Some(app) = app.upgrade() else { return };
+        app.samples.take(&app.metrics, &app.models);
     }
 }
 

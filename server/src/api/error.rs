@@ -10,10 +10,12 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use jiff::Timestamp;
 use steersman_engine::policy::nearest;
 use steersman_engine::{Error, RequestError, policy};
 
 pub use self::body::{AnthropicError, Dialect, ErrorBody, OllamaError, OpenAiError};
+use crate::keys::{Key, State};
 use crate::models::Refusal;
 use crate::words::suggestion;
 
@@ -29,6 +31,9 @@ const STOPPING: &str = "server_stopping";
 
 /// `code` of errors with status 503 that pass without a change by anyone.
 const PASSING: [&str; 3] = [NO_ROOM, LOADING, STOPPING];
+
+/// `code` of errors about a key that has expired.
+pub const KEY_EXPIRED: &str = "key_expired";
 
 /// `code` of errors about prompts that do not fit.
 const TOO_LONG: &str = "context_length_exceeded";
@@ -166,6 +171,24 @@ impl ApiError {
                        `steersman keys create` made";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
+    }
+
+    /// A key that has expired, or whose time has not come by the machine's clock.
+    pub fn key_expired(key: &Key) -> Self {
+        let name = &key.name;
+        let message = match (key.state_at(Timestamp::now()), key.expires) {
+            (State::NotYet, _) => format!(
+                "the key `{name}` was created at {:.0}, long after what the server's clock says: set the clock",
+                key.created
+            ),
+            (_, Some(expires)) => format!(
+                "the key `{name}` has expired at {expires:.0}: ask an operator of this server for another \
+                 (`steersman keys create`, or the console)"
+            ),
+            (_, None) => format!("the key `{name}` has expired"),
+        };
+        let kind = "authentication_error";
+        Self::new(StatusCode::UNAUTHORIZED, kind, KEY_EXPIRED, "", message)
     }
 
     /// A key that does not open the profile.

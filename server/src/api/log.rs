@@ -127,6 +127,7 @@ impl RequestLog {
         if self.first_piece.is_none() {
             let elapsed = self.started.elapsed();
             self.first_piece = Some(elapsed);
+            self.metrics.first_token(elapsed);
             self.observe(|metrics| &metrics.first_token, elapsed);
             self.prompt_ends();
         }

@@ -9,7 +9,7 @@ mod process;
 mod replies;
 
 use std::collections::BTreeSet;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::http::StatusCode;
@@ -52,6 +52,9 @@ type Model = [(&'static str, String); 1];
 
 const CANCELLED: &str = "cancelled";
 
+/// All outcomes.
+const CLASSES: [&str; 4] = ["2xx", "4xx", "5xx", CANCELLED];
+
 /// Counters since the start of the server.
 pub struct Metrics {
     requests: Family<Outcome, Counter>,
@@ -61,13 +64,16 @@ pub struct Metrics {
     cached_tokens: Counter,
     completion_tokens: Counter,
     replies: Replies,
+    /// Replies that began, and the microseconds until then. The histograms cannot be read.
+    first_tokens: AtomicU64,
+    first_token_us: AtomicU64,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
         let requests = Family::default();
         // A rate needs a zero before the first request of a class.
-        for class in ["2xx", "4xx", "5xx", CANCELLED] {
+        for class in CLASSES {
             drop(requests.get_or_create(&[("status", class)]));
         }
         let refused = Family::default();
@@ -82,6 +88,8 @@ impl Default for Metrics {
             cached_tokens: Counter::default(),
             completion_tokens: Counter::default(),
             replies: Replies::default(),
+            first_tokens: AtomicU64::default(),
+            first_token_us: AtomicU64::default(),
         }
     }
 }
@@ -125,6 +133,25 @@ impl Metrics {
     /// Observes a request for a reply that ended before its model and profile were known.
     pub fn ended_early(&self, route: &str, status: &'static str, total: Duration) {
         self.replies.ended_early(route, status, total);
+    }
+
+    /// Counts a reply that began after `elapsed`.
+    pub fn first_token(&self, elapsed: Duration) {
+        let microseconds = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        self.first_token_us.fetch_add(microseconds, Ordering::Relaxed);
+        self.first_tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The replies that began, and the microseconds until then, all together.
+    pub fn first_tokens(&self) -> (u64, u64) {
+        let count = self.first_tokens.load(Ordering::Relaxed);
+        (count, self.first_token_us.load(Ordering::Relaxed))
+    }
+
+    /// The requests for replies that ended, in whatever way.
+    pub fn ended(&self) -> u64 {
+        let count = |class| self.requests.get_or_create(&[("status", class)]).get();
+        CLASSES.into_iter().map(count).sum()
     }
 
     fn count(&self, outcome: &'static str) {

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::access::{API_KEY, Caller, Guess};
 use super::app::App;
-use super::error::{ApiError, Dialect};
+use super::error::{ApiError, Dialect, KEY_EXPIRED};
 use super::request_id;
 use crate::connections::Connection;
 
@@ -25,20 +25,25 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
         [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
-    let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));
+    // Who has a key that has expired does not guess.
+    let is_unknown = match &caller {
+        Ok(caller) => *caller == Caller::Anonymous,
+        Err(error) => error.code != KEY_EXPIRED,
+    };
+    let may_guess = has_key && is_unknown;
     let guess = may_guess.then(|| Guess {
         request_id: request_id::text(request.headers()).into(),
         route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().into()),
         address: connection.as_ref().map(|connection| connection.address.to_string()),
     });
     let response = match caller {
-        Some(caller) => {
+        Ok(caller) => {
             request.extensions_mut().insert(caller);
             next.run(request).await
         }
-        None => {
+        Err(error) => {
             app.metrics.unauthorized();
-            ApiError::unauthorized().into_response()
+            error.into_response()
         }
     };
     let is_refused = [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status());

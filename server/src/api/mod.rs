@@ -13,14 +13,18 @@ mod body;
 mod cache;
 pub mod chat;
 mod completions;
+mod downloads;
 mod embeddings;
 pub mod error;
 mod extension;
 pub mod fields;
 mod handle;
 mod health;
+mod history;
 pub mod json;
+mod keys;
 mod log;
+mod log_lines;
 mod metrics;
 mod middleware;
 mod models;
@@ -47,6 +51,7 @@ mod response_store;
 mod responses;
 mod rounds;
 mod route;
+mod samples;
 mod sampling;
 mod schema;
 mod session;
@@ -93,7 +98,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
 /// The router of the whole server, to be served or called in a test.
 ///
 /// # Panics
-/// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads.
+/// Outside of a runtime, if a profile grants MCP servers, or `wiring` has reloads or samples.
 pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring) -> Router {
     let app = App::new(models.into(), config, wiring);
     let clients = Router::new()
@@ -126,8 +131,13 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/version", get(ollama::version))
         .route("/api/pull", post(pull::pull_as_ollama))
         .route("/api/delete", delete(remove::delete_as_ollama))
-        .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
+        .route("/v1/models/pull", post(pull::pull).get(pull::running).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/downloads", get(downloads::list))
+        .route("/v1/history", get(history::get))
+        .route("/v1/log", get(log_lines::get))
+        .route("/v1/keys", get(keys::list).post(keys::create))
+        .route("/v1/keys/{name}/revoke", post(keys::revoke))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
         .route("/v1/policies/{name}/rollback", post(policies::roll_back))

@@ -19,8 +19,11 @@ use super::openapi::{
 use super::protocol::Protocol;
 use super::rerank::{self, Rerank};
 use super::responses::{self, Responses};
-use super::schema::shapes::{Detokenize, OpenSession, Pull, Show, Tokenize};
-use super::{cache, health, models, policies, profiles, pull, requests, session, tokens, trace};
+use super::schema::shapes::{CreateKey, Detokenize, OpenSession, Pull, RevokeKey, Show, Tokenize};
+use super::{
+    cache, downloads, health, history, keys, log_lines, models, policies, profiles, pull, requests,
+    session, tokens, trace,
+};
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
 pub const OPERATIONS: &[Operation] = &[
@@ -110,6 +113,8 @@ pub const OPERATIONS: &[Operation] = &[
         &[(SSE, event::<pull::Pulled>)],
     )
     .with_key(Key::Operator),
+    get("/v1/models/pull", "The download that runs", &[(JSON, reply::<pull::PullState>)])
+        .with_key(Key::Operator),
     Operation {
         method: "delete",
         path: "/v1/models/pull",
@@ -177,6 +182,26 @@ pub const OPERATIONS: &[Operation] = &[
         replies: &[],
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
+    get("/v1/downloads", "Models on the disk", &[(JSON, reply::<downloads::Downloads>)])
+        .with_key(Key::Operator),
+    get("/v1/history", "What the server did lately", &[(JSON, reply::<history::HistoryBody>)]),
+    get("/v1/log", "The newest lines of the log", &[(LINES, reply::<log_lines::LogLine>)])
+        .with_key(Key::Operator),
+    get("/v1/keys", "Created keys", &[(JSON, reply::<keys::KeyList>)]).with_key(Key::Operator),
+    post(
+        "/v1/keys",
+        "Creates a key",
+        (JSON, body::<CreateKey>),
+        &[(JSON, reply::<keys::CreatedKey>)],
+    )
+    .with_key(Key::Operator),
+    post(
+        "/v1/keys/{name}/revoke",
+        "Revokes a key",
+        (JSON, body::<RevokeKey>),
+        &[(JSON, reply::<keys::RevokedKey>)],
+    )
+    .with_key(Key::Operator),
     get("/v1/policies", "Active versions of policies", &[(JSON, reply::<policies::PoliciesBody>)]),
     post(
         "/v1/policies/{name}",

@@ -29,7 +29,7 @@ use super::access::Caller;
 use super::app::App;
 use super::error::{ApiError, OpenAiError};
 use super::protocol::JSON;
-use super::pulls::Turn;
+use super::pulls::{Step, Turn};
 
 /// Shortest time between two reports of progress.
 const REPORT_EVERY: Duration = Duration::from_millis(200);
@@ -107,6 +107,21 @@ pub async fn pull_as_ollama(
         Report::Failed(error) => Err(error),
         last => Ok(axum::Json(OllamaPulled::from(&last)).into_response()),
     }
+}
+
+/// `GET /v1/models/pull`: for who has not asked for the download, or was disconnected.
+pub async fn running(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<axum::Json<PullState>, ApiError> {
+    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let running = app.pulls.running().map(|(model, Step { file, completed, total })| RunningPull {
+        model,
+        file,
+        completed,
+        total,
+    });
+    Ok(axum::Json(PullState { running }))
 }
 
 /// `DELETE /v1/models/pull`
@@ -237,6 +252,8 @@ impl Download {
         let needs = self.needs(&plan);
         needs.check_disk().map_err(|error| ApiError::disk_full(error.to_string()))?;
         tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");
+        let step = Step { file: None, completed: needs.here, total: needs.total };
+        self.app.pulls.note(step);
         let _ = self.reports.send(Report::Planned(needs));
         let mut next = Instant::now();
         let mut report = |progress: &Progress<'_>| self.report(progress, &mut next);
@@ -254,6 +271,7 @@ impl Download {
             return;
         }
         *next = Instant::now() + REPORT_EVERY;
+        self.app.pulls.note(Step { file: Some(file.into()), completed: done, total });
         let _ = self.reports.send(Report::Progress { file: file.into(), done, total });
     }
 }
@@ -276,6 +294,26 @@ fn rest<T>(
 /// The JSON of a report.
 fn text(report: &impl Serialize) -> String {
     serde_json::to_string(report).expect("a report has string keys only")
+}
+
+/// The download that runs, if any.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct PullState {
+    running: Option<RunningPull>,
+}
+
+/// A download that runs.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct RunningPull {
+    model: String,
+    /// The file that comes.
+    file: Option<String>,
+    /// Bytes of all files that are here.
+    completed: u64,
+    /// Bytes of all files; 0 while the hub is asked.
+    total: u64,
 }
 
 /// The download that was stopped.

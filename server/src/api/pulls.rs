@@ -12,6 +12,18 @@ pub struct Pulls(Mutex<Option<Running>>);
 struct Running {
     repo: String,
     stop: Stop,
+    step: Step,
+}
+
+/// How far a download is.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Step {
+    /// The file that comes.
+    pub file: Option<String>,
+    /// Bytes of all files that are here.
+    pub completed: u64,
+    /// Bytes of all files; 0 while the hub is asked.
+    pub total: u64,
 }
 
 impl Pulls {
@@ -22,8 +34,20 @@ impl Pulls {
             return None;
         }
         let stop = Stop::default();
-        *running = Some(Running { repo: repo.into(), stop: stop.clone() });
+        *running = Some(Running { repo: repo.into(), stop: stop.clone(), step: Step::default() });
         Some(Turn { pulls: self.clone(), stop })
+    }
+
+    /// Notes how far the download is that runs.
+    pub fn note(&self, step: Step) {
+        if let Some(running) = &mut *self.0.lock() {
+            running.step = step;
+        }
+    }
+
+    /// The repo that is downloaded now, and how far that is.
+    pub fn running(&self) -> Option<(String, Step)> {
+        self.0.lock().as_ref().map(|running| (running.repo.clone(), running.step.clone()))
     }
 
     /// Stops the download that runs; returns its repo.
@@ -45,5 +69,28 @@ pub struct Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         *self.pulls.0.lock() = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_download_that_runs_is_known_until_it_ends() {
+        let pulls = Arc::new(Pulls::default());
+        pulls.note(Step { file: None, completed: 1, total: 2 });
+        assert_eq!(pulls.running(), None);
+        let turn = pulls.begin("owner/one").unwrap();
+        assert_eq!(pulls.running(), Some(("owner/one".into(), Step::default())));
+        let step = Step { file: Some("a".into()), completed: 1, total: 2 };
+        pulls.note(step.clone());
+        assert_eq!(pulls.running(), Some(("owner/one".into(), step)));
+        assert!(pulls.begin("owner/two").is_none());
+        drop(turn);
+        assert_eq!(pulls.running(), None);
+        // The next one begins anew.
+        let _turn = pulls.begin("owner/two").unwrap();
+        assert_eq!(pulls.running(), Some(("owner/two".into(), Step::default())));
     }
 }

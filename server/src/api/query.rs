@@ -73,6 +73,9 @@ const QUERIES: &[Row] = &[
     ),
     ("GET", "/v1/models/{*name}", &[VERSION, BETA]),
     ("GET", "/v1/cache", &[("model", Read)]),
+    ("GET", "/v1/history", &[("after", Read)]),
+    ("GET", "/v1/log", &[("after", Read)]),
+    ("GET", "/v1/requests", &[("search", Read)]),
 ];
 
 /// The parameters of the route `path`, which may lack `/v1`.
@@ -131,6 +134,20 @@ impl Query {
     /// The value of the parameter `name`.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The value of the parameter `name` as a whole number.
+    ///
+    /// # Errors
+    /// 400 if it is none.
+    pub fn number(&self, name: &str) -> Result<Option<u64>, ApiError> {
+        let parse = |text: &str| {
+            text.parse::<u64>().map_err(|_| {
+                let message = format!("`{name}` of the query must be a whole number, not below 0");
+                ApiError::value(name, message)
+            })
+        };
+        self.get(name).map(parse).transpose()
     }
 
     /// The values of a parameter that may occur several times, also under `NAME[]`.

@@ -4,6 +4,8 @@
 //! where it is folded (`reply.rs`): a watcher receives the text so far, and then each new piece. A request that
 //! nobody watches costs a lock for each note and a few numbers, and nothing for each token.
 
+mod watch;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +20,8 @@ use steersman_engine::report::{Live, Stage};
 use steersman_engine::request::{Event, FinishReason, Usage};
 use tokio::sync::{Semaphore, mpsc};
 
+use self::watch::Watcher;
+pub use self::watch::{Frame, Watched};
 use crate::api::error::ApiError;
 use crate::api::reply::Part;
 use crate::mcp::Ran;
@@ -165,6 +169,25 @@ impl Entry {
         }
     }
 
+    /// Whether its number is `text`, or one of its names or how it ended has it; `text` is in lower case. `sees_all` adds
+    /// its id and the texts of its notes, which are for operators.
+    pub fn has(&self, text: &str, sees_all: bool) -> bool {
+        let has = |own: &str| own.to_lowercase().contains(text);
+        let state = self.state.lock();
+        let end = state.end.as_ref();
+        let names = [
+            Some(self.route.as_str()),
+            state.profile.as_deref(),
+            state.model.as_deref(),
+            end.map(|end| end.phase),
+            end.and_then(|end| end.reason.as_deref()),
+            end.and_then(|end| end.error).map(|(_, code)| code),
+        ];
+        self.number.to_string() == text
+            || names.into_iter().flatten().any(has)
+            || sees_all && (has(&self.id) || state.notes.iter().any(|note| has(&note.text)))
+    }
+
     /// Its notes, as frames.
     pub fn notes(&self) -> Vec<Frame> {
         self.state.lock().notes.iter().map(Note::frame).collect()
@@ -274,76 +297,10 @@ struct ListedEnd {
     error: Option<&'static str>,
 }
 
-/// A part of what a watcher gets: a server-sent event.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Frame {
-    pub event: &'static str,
-    pub data: String,
-}
-
-impl Frame {
-    /// What a request is and how far it is, as an event of this type.
-    pub fn request(event: &'static str, listed: &ListedRequest) -> Self {
-        let data = serde_json::to_string(listed).expect("a request has string keys only");
-        Self { event, data }
-    }
-
-    /// The next text of a kind: `reasoning`, `answer` or `call`.
-    fn text(choice: usize, kind: &str, text: &str) -> Self {
-        let data = json!({"choice": choice, "kind": kind, "text": text}).to_string();
-        Self { event: "piece", data }
-    }
-
-    fn call(choice: usize, name: &str, arguments: &str) -> Self {
-        let data = json!({"choice": choice, "kind": "call", "name": name, "text": arguments});
-        Self { event: "piece", data: data.to_string() }
-    }
-
-    /// A call that this server ran.
-    fn ran(choice: usize, ran: &Ran) -> Self {
-        let data = json!({"choice": choice, "kind": "ran", "name": ran.name,
-            "text": ran.output, "is_error": ran.is_error});
-        Self { event: "piece", data: data.to_string() }
-    }
-}
-
 impl Note {
     fn frame(&self) -> Frame {
         let data = json!({"choice": self.choice, "tokens": self.tokens, "note": self.text});
         Frame { event: "note", data: data.to_string() }
-    }
-}
-
-/// The sending side of one watcher.
-struct Watcher {
-    frames: mpsc::Sender<Frame>,
-    is_late: Arc<AtomicBool>,
-}
-
-impl Watcher {
-    /// Whether it still watches.
-    fn send(&self, frame: Frame) -> bool {
-        match self.frames.try_send(frame) {
-            Ok(()) => true,
-            Err(mpsc::error::TrySendError::Closed(_)) => false,
-            Err(mpsc::error::TrySendError::Full(_)) => {
-                self.is_late.store(true, Ordering::Relaxed);
-                false
-            }
-        }
-    }
-}
-
-/// The receiving side of one watcher.
-pub struct Watched {
-    pub received: mpsc::Receiver<Frame>,
-    is_late: Arc<AtomicBool>,
-}
-
-impl Watched {
-    /// Whether it was cut off because it had fallen behind.
-    pub fn is_late(&self) -> bool {
-        self.is_late.load(Ordering::Relaxed)
     }
 }
 
@@ -594,6 +551,24 @@ mod tests {
         assert!(tracked.watchers.is_empty() && watched.is_late());
         let received = std::iter::from_fn(|| watched.received.try_recv().ok()).count();
         assert_eq!(received, FRAMES);
+    }
+
+    #[test]
+    fn requests_are_found_by_their_names_and_by_operators_by_their_notes() {
+        let register = Register::default();
+        let mut tracked = register.enter("chatcmpl-7f", "/chat/completions");
+        tracked.admitted("agents", false);
+        tracked.queued("owner/Tiny", Vec::new());
+        tracked.note(0, 1, 0, "closed the reasoning after 143 tokens (Loop)");
+        tracked.failed(1, 400, "invalid_value");
+        let entry = register.get("chatcmpl-7f").unwrap();
+        for text in ["agents", "owner/tiny", "completions", "1", "", "invalid_value", "failed"] {
+            assert!(entry.has(text, false) && entry.has(text, true), "{text}");
+        }
+        for text in ["7f", "loop", "143"] {
+            assert!(!entry.has(text, false) && entry.has(text, true), "{text}");
+        }
+        assert!(!entry.has("absent", true));
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Ollama's `DELETE /api/delete`: removes a downloaded model from the cache of this machine, for operators, as
 //! `steersman rm` does.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::Extension;
@@ -14,6 +13,7 @@ use steersman_models::snapshots;
 use super::access::Caller;
 use super::app::App;
 use super::blocking::{blocking, internal};
+use super::downloads::Served;
 use super::error::ApiError;
 use super::ollama::named;
 
@@ -65,9 +65,7 @@ fn remove(app: &App, name: &str) -> Result<(), ApiError> {
         let message = format!("there is no model `{name}` in the cache of this machine{similar}");
         return Err(ApiError::model_not_found(message));
     };
-    let root = |folder: &Path| folder.canonicalize().unwrap_or_else(|_| folder.into());
-    let folders: Vec<PathBuf> = app.models.folders().map(|folder| root(&folder)).collect();
-    if snapshot.folder.as_deref().is_some_and(|folder| folders.contains(&root(folder))) {
+    if Served::new(app).has(app, snapshot) {
         return Err(served());
     }
     let removed = snapshots::remove(&hub, name).map_err(internal)?;

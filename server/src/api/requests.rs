@@ -17,8 +17,13 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use super::access::Caller;
 use super::app::App;
+use super::blocking::blocking;
 use super::error::ApiError;
+use super::query::Query;
 use super::register::{Entry, Frame, ListedRequest, Watched};
+
+/// Most bytes of a text that is searched.
+const SEARCH_BYTES: usize = 256;
 
 /// Time between two reports of how far a watched request is.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
@@ -31,19 +36,32 @@ pub struct RequestList {
 }
 
 /// `GET /v1/requests`. Other callers than operators see the requests of their profiles, without ids: an id opens
-/// a trace.
+/// a trace. With `search`, those that have this text.
 pub async fn list(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
-) -> Json<RequestList> {
+    Extension(query): Extension<Query>,
+) -> Result<Json<RequestList>, ApiError> {
+    let searched = query.get("search").unwrap_or_default().trim().to_lowercase();
+    if searched.len() > SEARCH_BYTES {
+        let message = format!("`search` of the query has more than {SEARCH_BYTES} bytes");
+        return Err(ApiError::value("search", message));
+    }
     let is_operator = caller == Caller::Operator;
-    let sees = |entry: &Entry| {
-        is_operator
-            || entry.profile().is_some_and(|profile| app.access.allow(&caller, &profile).is_ok())
+    let list = move || {
+        let sees = |entry: &Entry| {
+            is_operator
+                || entry
+                    .profile()
+                    .is_some_and(|profile| app.access.allow(&caller, &profile).is_ok())
+        };
+        let entries = app.register.entries();
+        let seen = entries.iter().filter(|entry| sees(entry));
+        let found = seen.filter(|entry| searched.is_empty() || entry.has(&searched, is_operator));
+        found.map(|entry| entry.describe(is_operator)).collect()
     };
-    let entries = app.register.entries();
-    let entries = entries.iter().filter(|entry| sees(entry));
-    Json(RequestList { requests: entries.map(|entry| entry.describe(is_operator)).collect() })
+    // The notes of all requests may be megabytes.
+    Ok(Json(RequestList { requests: blocking(list).await? }))
 }
 
 /// `GET /v1/requests/{id}/events`, for operators.

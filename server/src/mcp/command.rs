@@ -15,11 +15,13 @@ use crate::words::suggestion;
 #[derive(Debug, Subcommand)]
 pub enum Task {
     /// List the tools of all configured servers, or of one
+    #[command(after_help = "Example:\n  steersman mcp list files --config steersman.toml")]
     List {
         /// Its name in [mcp.servers]
         server: Option<String>,
     },
     /// Call a tool, and print what a model would get
+    #[command(after_help = "Example:\n  steersman mcp call clock__now --config steersman.toml")]
     Call {
         /// The tool, as SERVER__TOOL
         tool: String,

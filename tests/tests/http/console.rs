@@ -201,6 +201,40 @@ async fn requests_in_which_the_native_policy_took_over_say_so() {
     }
 }
 
+#[tokio::test]
+async fn requests_are_searched_by_what_the_caller_sees() {
+    let (app, _) = app_with(&guarded(), || {
+        let mut acts = answer();
+        acts.insert(0, note(0, "closed the Reasoning"));
+        acts
+    });
+    ask(&app, "sk-all", json!({})).await.unwrap();
+    ask(&app, "sk-strict", json!({"stream": true})).await.unwrap();
+    let (_, all) = get_as(&app, "/v1/requests", "sk-operator").await;
+    let id = all["requests"][0]["id"].as_str().unwrap();
+    for (key, search, count) in [
+        ("sk-operator", "", 2),
+        ("sk-operator", "STRICT", 1),
+        ("sk-operator", "owner%2Ftiny", 2),
+        ("sk-operator", "closed%20the%20reasoning", 2),
+        ("sk-operator", id, 1),
+        ("sk-operator", "absent", 0),
+        ("sk-all", "strict", 1),
+        // Notes and ids are for operators, other profiles for their keys.
+        ("sk-all", "closed", 0),
+        ("sk-all", id, 0),
+        ("sk-strict", "default", 0),
+    ] {
+        let (status, found) = get_as(&app, &format!("/v1/requests?search={search}"), key).await;
+        assert_eq!(status, 200, "{found}");
+        let found = found["requests"].as_array().unwrap();
+        assert_eq!(found.len(), count, "{key} {search}: {found:?}");
+    }
+    let long = format!("/v1/requests?search={}", "x".repeat(257));
+    let (status, error) = get_as(&app, &long, "sk-operator").await;
+    assert_eq!((status, &error["error"]["param"]), (400, &"search".into()));
+}
+
 /// A reply that stops in the middle until the test has seen it.
 fn paused() -> Vec<Act> {
     vec![

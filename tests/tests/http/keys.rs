@@ -267,3 +267,257 @@ async fn a_file_of_keys_that_is_no_regular_file_closes_the_server() {
     assert!(log.contains("file of keys cannot be read") && !log.contains("damaged"), "{log}");
     std::fs::remove_dir(&path).unwrap();
 }
+
+/// Sends JSON with this key, or nothing if `body` is null; returns status and reply.
+async fn call(app: &Router, method: &str, path: &str, key: &str, body: &Value) -> (u16, Value) {
+    let mut request = ClientRequest::builder().method(method).uri(path);
+    if !key.is_empty() {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+    }
+    let body = match body {
+        Value::Null => Body::empty(),
+        body => {
+            request = request.header(header::CONTENT_TYPE, "application/json");
+            Body::from(body.to_string())
+        }
+    };
+    let response = send(app, request.body(body).unwrap()).await;
+    (response.status().as_u16(), json_of(response).await)
+}
+
+async fn create(app: &Router, key: &str, body: Value) -> (u16, Value) {
+    call(app, "POST", "/v1/keys", key, &body).await
+}
+
+async fn revoke(app: &Router, key: &str, name: &str, body: Value) -> (u16, Value) {
+    call(app, "POST", &format!("/v1/keys/{name}/revoke"), key, &body).await
+}
+
+async fn listed(app: &Router, key: &str) -> Vec<Value> {
+    let (status, mut list) = call(app, "GET", "/v1/keys", key, &Value::Null).await;
+    assert_eq!(status, 200, "{list}");
+    list["keys"].take().as_array().unwrap().clone()
+}
+
+/// Gives the key `name` in the file another creation and expiry.
+fn set_times(folder: &TempDir, name: &str, created: &str, expires: &str) {
+    let path = folder.path().join(FILE);
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let keys = file["keys"].as_array_mut().unwrap();
+    let key = keys.iter_mut().find(|key| key["name"] == name).unwrap();
+    (key["created"], key["expires"]) = (created.into(), expires.into());
+    std::fs::write(&path, file.to_string()).unwrap();
+}
+
+#[tokio::test]
+async fn operators_create_list_and_revoke_keys_over_http() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    assert_eq!(status(&app, "", "").await, 200);
+    let (code, made) = create(&app, &me, json!({"name": "laptop", "expires": "30d"})).await;
+    assert_eq!(code, 200, "{made}");
+    // Who closes the server is told so.
+    let note = made["notes"][0].as_str().unwrap();
+    assert!(note.contains("first key of this server"), "{note}");
+    let laptop = made["key"].as_str().unwrap();
+    assert_eq!((status(&app, laptop, "").await, status(&app, "", "").await), (200, 401));
+    let (_, strict) = create(&app, &me, json!({"name": "app", "profile": "strict"})).await;
+    let strict = strict["key"].as_str().unwrap();
+    assert_eq!(status(&app, strict, "default").await, 403);
+
+    let list = listed(&app, &me).await;
+    let shown: Vec<_> = list
+        .iter()
+        .map(|key| ["name", "opens", "profile", "state", "current"].map(|name| key[name].clone()))
+        .collect();
+    assert_eq!(
+        json!(shown),
+        json!([
+            ["me", "operator", null, "active", true],
+            ["laptop", "all_profiles", null, "active", false],
+            ["app", "profile", "strict", "active", false],
+        ])
+    );
+    let lifetime = list[1]["expires"].as_i64().unwrap() - list[1]["created"].as_i64().unwrap();
+    assert_eq!((lifetime, &list[0]["expires"]), (30 * 86_400, &Value::Null));
+    let text = json!(list).to_string();
+    for key in [&me, laptop, strict] {
+        assert!(text.contains(&key[..11]) && !text.contains(&key[11..]), "{text}");
+    }
+    // The same keys as those of the command.
+    assert!(keys(folder.path(), "list").unwrap().contains("laptop"));
+
+    let (code, gone) = revoke(&app, &me, "laptop", json!({})).await;
+    assert_eq!((code, &gone["entry"]["state"]), (200, &json!("revoked")), "{gone}");
+    assert_eq!((status(&app, laptop, "").await, status(&app, "", "").await), (401, 401));
+    let (code, again) = revoke(&app, &me, "laptop", json!({})).await;
+    assert_eq!((code, &again["error"]["code"]), (409, &json!("key_revoked")));
+    assert_eq!(listed(&app, &me).await.len(), 3, "revoked keys stay listed");
+}
+
+#[tokio::test]
+async fn wrong_changes_of_keys_are_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    for (body, status, code, param) in [
+        (json!({}), 400, "missing_required_parameter", json!("name")),
+        (json!({"name": 1}), 400, "invalid_type", json!("name")),
+        (json!({"name": "a/b"}), 400, "invalid_value", json!("name")),
+        (json!({"name": "a", "nmae": "b"}), 400, "unknown_parameter", json!("nmae")),
+        (json!({"name": "a", "expires": "soon"}), 400, "invalid_value", json!("expires")),
+        (json!({"name": "a", "expires": "10s"}), 400, "invalid_value", json!("expires")),
+        (json!({"name": "a", "expires": 30}), 400, "invalid_type", json!("expires")),
+        (json!({"name": "a", "operator": "yes"}), 400, "invalid_type", json!("operator")),
+        (
+            json!({"name": "a", "operator": true, "profile": "strict"}),
+            400,
+            "invalid_value",
+            json!("operator"),
+        ),
+        (json!({"name": "a", "profile": "none"}), 404, "profile_not_found", json!("profile")),
+        (json!({"name": "me"}), 409, "key_exists", Value::Null),
+    ] {
+        let (found, error) = create(&app, &me, body.clone()).await;
+        let error = &error["error"];
+        assert_eq!(
+            (found, &error["code"], &error["param"]),
+            (status, &json!(code), &param),
+            "{body}: {error}"
+        );
+    }
+    let (code, error) = revoke(&app, &me, "mee", json!({})).await;
+    assert_eq!((code, &error["error"]["code"]), (404, &json!("key_not_found")));
+    assert!(error["error"]["message"].as_str().unwrap().contains("did you mean `me`?"), "{error}");
+    let (code, error) = revoke(&app, &me, "me", json!({"last": 1})).await;
+    assert_eq!((code, &error["error"]["param"]), (400, &json!("last")));
+    assert_eq!(listed(&app, &me).await.len(), 1, "none of them made a key");
+    // A server without a data folder.
+    let config = ServerConfig { admin_keys: vec!["sk-operator".into()], ..ServerConfig::default() };
+    let (without, _) = app_with(&config, answer);
+    let (code, error) = create(&without, "sk-operator", json!({"name": "a"})).await;
+    assert_eq!((code, &error["error"]["code"]), (409, &json!("keys_not_kept")));
+}
+
+/// A page of another site, and everyone but operators.
+#[tokio::test]
+async fn keys_are_for_operators_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    let client = keys(folder.path(), "create laptop").unwrap();
+    for key in [client.as_str(), "sk-wrong", ""] {
+        for (method, path, body) in [
+            ("GET", "/v1/keys", Value::Null),
+            ("POST", "/v1/keys", json!({"name": "evil", "operator": true})),
+            ("POST", "/v1/keys/me/revoke", json!({"last": true})),
+        ] {
+            let (code, reply) = call(&app, method, path, key, &body).await;
+            assert_eq!(code, 401, "{method} {path}: {reply}");
+            assert!(!reply.to_string().contains("laptop"), "{reply}");
+        }
+    }
+    for (origin, kind, expected) in [
+        ("https://evil.test", "application/json", 403),
+        ("", "text/plain", 415),
+        ("", "application/x-www-form-urlencoded", 415),
+    ] {
+        let mut request = ClientRequest::post("/v1/keys")
+            .header(header::AUTHORIZATION, format!("Bearer {me}"))
+            .header(header::CONTENT_TYPE, kind);
+        if !origin.is_empty() {
+            request = request.header(header::ORIGIN, origin);
+        }
+        let request = request.body(Body::from(json!({"name": "evil"}).to_string()));
+        assert_eq!(send(&app, request.unwrap()).await.status().as_u16(), expected, "{kind}");
+    }
+    assert_eq!(listed(&app, &me).await.len(), 2);
+}
+
+#[tokio::test]
+async fn a_key_that_has_expired_is_refused_and_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    let key = keys(folder.path(), "create app --profile strict --expires 1h").unwrap();
+    assert_eq!(status(&app, &key, "").await, 200);
+    set_times(&folder, "app", "2020-01-01T00:00:00Z", "2020-02-01T00:00:00Z");
+    let lines = Lines::default();
+    let log = lines.capture();
+    // This server answers everyone, and a mistyped key as none: an expired one is refused.
+    assert_eq!(status(&app, "", "default").await, 200);
+    let (code, error) = call(&app, "GET", "/v1/models", &key, &Value::Null).await;
+    assert_eq!((code, &error["error"]["code"]), (401, &json!("key_expired")));
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("`app` has expired at 2020-02-01T00:00:00Z"), "{message}");
+    drop(log);
+    let log = lines.text();
+    assert!(log.contains("key has expired") && !log.contains(&key[11..]), "{log}");
+    // What it opened stays closed.
+    assert_eq!(status(&app, "", "strict").await, 403);
+    let state = |list: &[Value]| list.last().unwrap()["state"].clone();
+    assert_eq!(state(&listed(&app, &me).await), "expired");
+    assert!(keys(folder.path(), "list").unwrap().contains("expired"));
+    // Its name stays taken until it is revoked.
+    let (code, _) = create(&app, &me, json!({"name": "app"})).await;
+    assert_eq!(code, 409);
+    assert_eq!(revoke(&app, &me, "app", json!({})).await.0, 200);
+    let (code, _) = create(&app, &me, json!({"name": "app", "profile": "strict"})).await;
+    assert_eq!(code, 200);
+    // A clock that has lost its time opens nothing that may have expired.
+    set_times(&folder, "me", "2900-01-01T00:00:00Z", "2901-01-01T00:00:00Z");
+    let (code, error) = call(&app, "GET", "/v1/keys", &me, &Value::Null).await;
+    assert_eq!((code, &error["error"]["code"]), (401, &json!("key_expired")));
+    assert!(error["error"]["message"].as_str().unwrap().contains("set the clock"), "{error}");
+}
+
+#[tokio::test]
+async fn the_last_operator_is_not_locked_out_without_a_word() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    let (code, error) = revoke(&app, &me, "me", json!({})).await;
+    assert_eq!((code, &error["error"]["code"]), (409, &json!("last_operator_key")));
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("steersman keys create NAME --operator"), "{message}");
+    let (_, second) = create(&app, &me, json!({"name": "you", "operator": true})).await;
+    let you = second["key"].as_str().unwrap();
+    assert_eq!(revoke(&app, &me, "me", json!({})).await.0, 200);
+    assert_eq!(call(&app, "GET", "/v1/keys", &me, &Value::Null).await.0, 401);
+    let (code, gone) = revoke(&app, you, "you", json!({"last": true})).await;
+    assert_eq!(code, 200, "{gone}");
+    assert!(gone["notes"][0].as_str().unwrap().contains("last key of an operator"), "{gone}");
+    // The server has operators still, none of whom has a key.
+    assert_eq!(call(&app, "GET", "/v1/keys", you, &Value::Null).await.0, 401);
+    // At the machine, it is said and done.
+    keys(folder.path(), "create third --operator").unwrap();
+    let lines = Lines::default();
+    let log = lines.capture();
+    keys(folder.path(), "revoke third").unwrap();
+    drop(log);
+    assert!(lines.text().contains("last key of an operator"), "{}", lines.text());
+}
+
+/// A server with created keys prints no link when it starts again: its owner was no operator any more.
+#[tokio::test]
+async fn the_operator_of_the_link_is_told_to_keep_a_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let (link, token) = steersman::link::Link::new().unwrap();
+    let wiring = Wiring {
+        keys: Some(Arc::new(KeyFile::open(folder.path()).unwrap())),
+        link: Some(Arc::new(link)),
+        ..Wiring::default()
+    };
+    let app = app_wired(&ServerConfig::default(), wiring, answer).0;
+    let token = json!({"token": token});
+    let (_, session) = call(&app, "POST", "/v1/session", "", &token).await;
+    let owner = session["key"].as_str().unwrap();
+    let about_link = |made: &Value| made["notes"].to_string().contains("by the link");
+    let (_, made) = create(&app, owner, json!({"name": "laptop"})).await;
+    assert!(about_link(&made), "{made}");
+    let (_, made) = create(&app, owner, json!({"name": "me", "operator": true})).await;
+    assert!(!about_link(&made), "{made}");
+    // The link's key is none of the list.
+    assert!(listed(&app, owner).await.iter().all(|key| key["current"] == false));
+}

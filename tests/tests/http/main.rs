@@ -20,6 +20,7 @@ mod limits;
 mod mcp;
 mod metrics;
 mod models;
+mod monitor;
 mod ollama;
 mod on_demand;
 mod openapi;

@@ -152,8 +152,26 @@ async fn clients_of_ollama_remove_models_that_the_configuration_does_not_name() 
         assert!(text.contains(words), "`{words}` is not in {text}");
     }
     assert!(folder.is_dir());
+    // The list says which may be removed.
+    let list = async |key: &str| {
+        let request = ClientRequest::get("/v1/downloads")
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::empty());
+        let response = send(&app, request.unwrap()).await;
+        (response.status().as_u16(), json_of(response).await)
+    };
+    assert_eq!(list("other").await.0, 401);
+    assert_eq!(pull(&app, "/v1/models/pull", "op", &json!({"model": "owner/tiny"})).await.0, 200);
+    let (_, mut all) = list("op").await;
+    for model in all["models"].as_array_mut().unwrap() {
+        assert!(model["bytes"].take().as_u64().unwrap() > 0, "{model}");
+    }
+    let entry = |model: &str, served: bool| json!({"model": model, "bytes": null, "complete": true, "served": served});
+    assert_eq!(all, json!({"models": [entry("owner/other", false), entry("owner/tiny", true)]}));
     assert_eq!(delete("op", json!({"name": "owner/other"})).await, (200, String::new()));
     assert!(!folder.exists());
+    let (_, left) = list("op").await;
+    assert_eq!(left["models"].as_array().unwrap().len(), 1, "{left}");
 }
 
 #[tokio::test]
@@ -228,17 +246,28 @@ async fn a_download_is_stopped_by_an_operator_or_when_a_client_of_ollama_disconn
         let response = send(&app, request(Method::DELETE, path, key)).await;
         (response.status().as_u16(), json_of(response).await)
     };
+    // Who has not asked for it sees it, too.
+    let state = async |key| {
+        let response = send(&app, request(Method::GET, path, key)).await;
+        (response.status().as_u16(), json_of(response).await)
+    };
     let (status, error) = stop("op").await;
     assert_eq!((status, &error["error"]["code"]), (404, &json!("no_pull")));
+    assert_eq!(state("op").await, (200, json!({"running": null})));
+    assert_eq!(state("other").await.0, 401);
 
     let running = send(&app, request(Method::POST, path, "op")).await;
     assert_eq!(running.status(), 200);
     let (status, text) = pull(&app, "/api/pull", "op", &json!({"model": "owner/tiny"})).await;
     assert_eq!(status, 409, "{text}");
+    let (_, seen) = state("op").await;
+    assert_eq!(seen["running"]["model"], "owner/tiny", "{seen}");
+    assert!(seen["running"]["completed"].is_u64(), "{seen}");
     assert_eq!(stop("other").await.0, 401);
     assert_eq!(stop("op").await, (200, json!({"model": "owner/tiny", "stopped": true})));
     let text = String::from_utf8(bytes(running).await.to_vec()).unwrap();
     assert!(text.contains("the download was stopped"), "{text}");
+    assert_eq!(state("op").await, (200, json!({"running": null})));
 
     // Who has read the last report may start the next one. It begins, as it is Ollama's, and ends with its client.
     let ollama = send(&app, request(Method::POST, "/api/pull", "op")).await;

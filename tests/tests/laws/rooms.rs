@@ -134,7 +134,7 @@ const HOUSES: [House; 5] = [
             ("exit", ""),
             ("heap", ""),
             ("hub", "bundled"),
-            ("keys", "words"),
+            ("keys", "config words"),
             ("link", "config keys"),
             ("local", "api config models serve"),
             ("manage", "bundled config hub models"),

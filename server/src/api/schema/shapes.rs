@@ -212,6 +212,27 @@ pub struct OpenSession {
     token: String,
 }
 
+/// A new key. Without profile and operator it opens every client route and every profile.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct CreateKey {
+    /// 1 to 64 letters, digits, and - _ . @
+    name: String,
+    /// The key opens this profile only.
+    profile: Option<String>,
+    /// The key opens everything.
+    operator: Option<bool>,
+    /// A lifetime such as `12h` or `30d`; without it, the key does not expire.
+    expires: Option<String>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct RevokeKey {
+    /// True revokes the last key of an operator, too.
+    last: Option<bool>,
+}
+
 /// A duration, or seconds.
 #[derive(JsonSchema)]
 #[schemars(untagged)]
