@@ -1,0 +1,299 @@
+// What operators change: keys, policies, models; and the log.
+
+import assert from "node:assert/strict";
+import { join } from "node:path";
+
+import { ROOT, OPERATOR, CLIENT, pictures, ask, open, enter, visit, check } from "./page.mjs";
+
+export default {
+  async "keys are created, shown once and revoked by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+    await visit(page, "keys");
+    await page.waitForSelector(".empty:has-text('No key was created')");
+    await page.fill("#key-name", "phone-1");
+    await page.selectOption("#key-opens", "profile agents");
+    await page.selectOption("#key-expires", "30d");
+    await page.click("button:text-is('Create')");
+    const secret = await page.textContent("#new-key");
+    assert.match(secret, /^sk-[\w-]{43}$/);
+    assert.equal(await page.evaluate(() => document.activeElement.id), "created-title");
+    await page.click(".created .copy");
+    await page.waitForSelector(".created .copy span:text-is('Copied')");
+    assert.equal(await page.evaluate(() => navigator.clipboard.readText()), secret);
+    const line = page.locator(".keys-table tbody tr", { hasText: "phone-1" });
+    await line.waitFor();
+    const cells = await line.locator("td").allTextContents();
+    assert.deepEqual([cells[1], cells[2], cells[5]], [`${secret.slice(0, 11)}…`, "profile agents", "active"]);
+    assert.match(cells[4], /^\d{4}-\d\d-\d\d /);
+    await check(page, seen, "a new key");
+    await page.screenshot({ path: join(pictures, "keys-created.png"), fullPage: true });
+    const asks = async () => (await fetch(`${url}/v1/models`, { headers: { authorization: `Bearer ${secret}` } })).status;
+    assert.equal(await asks(), 200);
+    // It is shown this one time.
+    await page.click("button:text-is('Done')");
+    await visit(page, "log");
+    await page.waitForSelector(".log-line:has-text('key created by an operator')");
+    assert.ok(!(await page.evaluate(() => document.documentElement.outerHTML)).includes(secret.slice(11)));
+    await visit(page, "keys");
+    await line.waitFor();
+    assert.ok(!(await page.evaluate(() => document.documentElement.outerHTML)).includes(secret.slice(11)));
+    // What is wrong is said.
+    await page.fill("#key-name", "phone-1");
+    await page.click("button:text-is('Create')");
+    await page.waitForSelector(".problem:has-text('there is a key `phone-1` already')");
+    await page.getByRole("button", { name: "Revoke phone-1" }).click();
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".toast:text-is('phone-1 is revoked')");
+    assert.equal(await asks(), 401);
+    await line.locator(".chip:text-is('revoked')").waitFor();
+    await check(page, seen, "a revoked key");
+    await context.close();
+  },
+
+  async "the key of the console is revoked with a word, and the last one with two"({ browser, url }) {
+    const { page, context } = await open(browser, url, { key: OPERATOR });
+    const headers = { authorization: `Bearer ${OPERATOR}`, "content-type": "application/json" };
+    const made = await (await fetch(`${url}/v1/keys`, { method: "POST", headers, body: JSON.stringify({ name: "second", operator: true }) })).json();
+    await page.click("#key");
+    await enter(page, made.key);
+    await visit(page, "keys");
+    await page.waitForSelector("tr:has-text('second') :text('this console')");
+    // As on a server without server.admin_keys.
+    const bodies = [];
+    await page.route("**/v1/keys/second/revoke", (route) => {
+      const body = route.request().postDataJSON();
+      bodies.push(body);
+      if (body.last) return route.continue();
+      return route.fulfill({ status: 409, contentType: "application/json", body: JSON.stringify({ error: { code: "last_operator_key", message: "`second` is the last key; send `\"last\": true` to revoke it" } }) });
+    });
+    const question = page.locator("#confirm-text");
+    const ask = async () => {
+      await page.getByRole("button", { name: "Revoke second" }).click();
+      assert.ok((await question.textContent()).includes("This console uses it"));
+      await page.click("#confirm-yes");
+      await page.waitForFunction(() => document.querySelector("#confirm-text").textContent === "`second` is the last key.");
+    };
+    await ask();
+    await page.click("#confirm-dialog button[value=no]");
+    await page.waitForSelector(".toast.bad:text-is('It was not revoked.')");
+    await ask();
+    await page.click("#confirm-yes");
+    await page.waitForSelector("#key-dialog[open]");
+    assert.deepEqual(bodies, [{}, {}, { last: true }]);
+    await enter(page, OPERATOR);
+    await context.close();
+  },
+
+  async "a key that has expired is told from an unknown one"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url);
+    // tests/http/keys.rs has such a key; here it would take a minute.
+    const message = "the key `guest` has expired at 2026-01-01T00:00:00Z: ask an operator of this server for another";
+    await page.route("**/v1/profiles", (route) => (route.request().headers().authorization === "Bearer expired"
+      ? route.fulfill({ status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "key_expired", message } }) })
+      : route.continue()));
+    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."]]) {
+      await page.fill("#key-input", key);
+      await page.keyboard.press("Enter");
+      await page.waitForFunction((words) => document.querySelector("#key-problem").textContent === words, words);
+    }
+    await check(page, seen, "a key that has expired");
+    await context.close();
+  },
+
+  async "a client sees neither keys nor log"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: CLIENT });
+    for (const view of ["keys", "log"]) {
+      await visit(page, view);
+      assert.ok((await page.textContent(".view .notice")).includes("operator's key"));
+      assert.equal(await page.locator(".view input, .view table, .log-line").count(), 0);
+    }
+    assert.ok(!seen.answers.some((answer) => /v1\/(keys|log)/.test(answer)));
+    await context.close();
+  },
+
+  async "the log follows, and is filtered by level and text"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "log");
+    const { id } = await ask(url, "What is the capital of Italy?");
+    const line = page.locator(".log-line", { hasText: `id=${id}` });
+    await line.waitFor();
+    const texts = await page.locator(".log-line").allTextContents();
+    assert.ok(texts.some((text) => text.includes("ready")) && texts.every((text) => !text.includes("capital of")), texts.join("\n"));
+    // The newest line is in sight.
+    const isDown = () => page.locator(".log-lines").evaluate((list) => list.scrollHeight - list.scrollTop - list.clientHeight < 4);
+    assert.ok(await isDown());
+    await check(page, seen, "the log");
+    await page.fill("#log-filter", id.toUpperCase());
+    assert.deepEqual(await page.locator(".log-line").count(), await line.count());
+    await page.fill("#log-filter", "");
+    await page.selectOption("#log-level", "WARN");
+    assert.equal(await line.count(), 0);
+    await fetch(`${url}/v1/models`, { headers: { authorization: "Bearer wrong" } });
+    await page.locator(".log-line.warn", { hasText: "wrong key" }).first().waitFor();
+    // The choice stays, and so do the lines.
+    await page.reload();
+    await page.locator(".log-line.warn", { hasText: "wrong key" }).first().waitFor();
+    assert.equal(await page.inputValue("#log-level"), "WARN");
+    await page.selectOption("#log-level", "INFO");
+    await line.first().waitFor();
+    await page.fill("#log-filter", "no line has this");
+    await page.waitForSelector(".empty:has-text('No line'):visible");
+    await check(page, seen, "an empty log");
+    await context.close();
+  },
+
+  async "a policy is swapped and rolled back by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "policies");
+    const version = "section[aria-labelledby=policy-house] tbody tr:first-child code";
+    const before = await page.getAttribute(version, "title");
+    const [chooser] = await Promise.all([page.waitForEvent("filechooser"), page.click("section[aria-labelledby=policy-house] [data-act=push]")]);
+    await chooser.setFiles(join(ROOT, "policies/passthrough/passthrough.wasm"));
+    await page.waitForFunction(([path, old]) => document.querySelector(path)?.title !== old, [version, before]);
+    const after = await page.getAttribute(version, "title");
+    const passed = await ask(url, "What is the capital of Italy?", { max_tokens: 5 });
+    assert.ok(passed.id);
+    await page.screenshot({ path: join(pictures, "policies-pushed.png"), fullPage: true });
+    await page.click("section[aria-labelledby=policy-house] [data-act=rollback]");
+    await page.waitForSelector("#confirm-dialog[open]");
+    await page.screenshot({ path: join(pictures, "policies-confirm.png") });
+    await page.click("#confirm-yes");
+    await page.waitForFunction(([path, old]) => document.querySelector(path)?.title === old, [version, before]);
+    assert.notEqual(before, after);
+    // The copy is checked, not what the page says.
+    const { policies } = await (await fetch(`${url}/v1/policies`, { headers: { authorization: `Bearer ${OPERATOR}` } })).json();
+    assert.equal(policies.find(({ name }) => name === "house").sha256, before);
+    // A component that is none is refused, in words.
+    const [again] = await Promise.all([page.waitForEvent("filechooser"), page.click("section[aria-labelledby=policy-house] [data-act=push]")]);
+    await again.setFiles({ name: "no.wasm", mimeType: "application/wasm", buffer: Buffer.from("none") });
+    await page.waitForSelector(".toast.bad");
+    assert.equal(await page.getAttribute(version, "title"), before);
+    await page.click("section[aria-labelledby=policy-passthrough] .shadow-report summary");
+    await page.waitForSelector(".shadow-report .records li");
+    await check(page, seen, "policies");
+    await page.screenshot({ path: join(pictures, "policies-shadow.png"), fullPage: true });
+    await context.close();
+  },
+
+  async "a model is loaded, kept and unloaded by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    const card = page.locator(".model", { hasText: "spare" });
+    const state = async () => {
+      const { models } = await (await fetch(`${url}/health`)).json();
+      return models.find(({ model }) => model === "spare");
+    };
+    await card.getByRole("button", { name: "Load spare", exact: true }).focus();
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".toast:text-is('spare is loaded')");
+    assert.equal((await state()).state, "loaded");
+    await card.locator(".chip:text-is('loaded')").waitFor();
+    await card.getByText("Unloaded in").waitFor();
+    await check(page, seen, "a loaded model");
+    await page.screenshot({ path: join(pictures, "models-loaded.png"), fullPage: true });
+    await card.getByRole("button", { name: "Keep loaded spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare stays loaded')");
+    assert.equal((await state()).expires_s, null);
+    await card.getByRole("button", { name: "Keep loaded spare" }).waitFor({ state: "detached" });
+    await card.getByRole("button", { name: "Unload spare" }).click();
+    await page.waitForSelector(".toast:text-is('spare is unloaded')");
+    await card.getByRole("button", { name: "Load spare", exact: true }).waitFor();
+    assert.equal((await state()).state, "on disk");
+    // One that stays loaded says so; one without files offers nothing.
+    await page.getByRole("button", { name: "Unload tiny-hybrid-4bit" }).click();
+    await page.waitForSelector(".toast:has-text('tiny-hybrid-4bit stays loaded: the configuration keeps it')");
+    assert.equal(await page.locator(".model", { hasText: "other" }).locator("button").count(), 0);
+    await context.close();
+  },
+
+  async "a refused download says why"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    await page.fill("#repo", "owner/none");
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelector(".progress [role=status]").textContent.startsWith("Not downloaded"));
+    await check(page, seen, "models");
+    await context.close();
+  },
+
+  async "a download shows how far it is, is stopped, and is seen by who did not ask for it"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    let running = null;
+    let stopped = 0;
+    let body = "";
+    // A hub is not needed to show what the server reports; tests/http/pull.rs has the reports.
+    await page.route("**/v1/models/pull", (route) => {
+      const method = route.request().method();
+      const json = (value) => route.fulfill({ contentType: "application/json", body: JSON.stringify(value) });
+      if (method === "POST") return route.fulfill({ contentType: "text/event-stream", body });
+      if (method === "DELETE") {
+        stopped += 1;
+        running = null;
+        return json({ model: "owner/big", stopped: true });
+      }
+      return json({ running });
+    });
+    const events = (...reports) => reports.map((report) => `data: ${JSON.stringify(report)}\n\n`).join("");
+    const status = (text) => page.waitForFunction((text) => document.querySelector(".progress [role=status]").textContent.includes(text), text);
+    const planned = { status: "downloading", total: 2048, completed: 0, left: 2048, disk_free: 1, memory: { weights: 4096, limit: 1024, fits: false } };
+    const half = { status: "downloading", file: "model.safetensors", total: 2048, completed: 1024, left: 1024 };
+    await visit(page, "models");
+    await page.fill("#repo", "owner/big");
+    body = events(planned, half, { status: "success", folder: "/cache/big" });
+    await page.keyboard.press("Enter");
+    await status("owner/big is in /cache/big");
+    await page.waitForSelector(".toast.bad:has-text('needs 4.0 KiB of memory')");
+    assert.ok(await page.locator(".progress button").isHidden());
+    await check(page, seen, "a download");
+    // The connection is lost: the server goes on, and the page follows.
+    body = events(planned, half);
+    await page.click("button:text-is('Download')");
+    await status("The connection was lost");
+    running = { model: "owner/big", file: "model.safetensors", completed: 1536, total: 2048 };
+    await status("owner/big: 1.5 KiB of 2.0 KiB, model.safetensors");
+    assert.equal(await page.locator("progress").evaluate((bar) => bar.value), 0.75);
+    assert.ok(await page.locator("button:text-is('Download')").isDisabled());
+    // So does one that is opened later.
+    await page.reload();
+    await status("owner/big: 1.5 KiB of 2.0 KiB");
+    await check(page, seen, "a download of another page");
+    await page.screenshot({ path: join(pictures, "models-download.png"), fullPage: true });
+    await page.click(".progress button:text-is('Stop')");
+    await status("has ended");
+    assert.equal(stopped, 1);
+    assert.ok(await page.locator("button:text-is('Download')").isEnabled());
+    await context.close();
+  },
+
+  async "models on the disk are listed and removed by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    // No hub is reached: the cache is that of the machine, whose files no test removes.
+    let models = [
+      { model: "owner/served", bytes: 4096, complete: true, served: true },
+      { model: "owner/spare", bytes: 2048, complete: true, served: false },
+      { model: "owner/half", bytes: 1024, complete: false, served: false },
+    ];
+    await page.route("**/v1/downloads", (route) => route.fulfill({ contentType: "application/json", body: JSON.stringify({ models }) }));
+    await page.route("**/api/delete", (route) => {
+      const { model } = route.request().postDataJSON();
+      models = models.filter((one) => one.model !== model);
+      return route.fulfill({ status: 200, body: "" });
+    });
+    await visit(page, "models");
+    const rows = page.locator("section[aria-labelledby=disk-title] tbody tr");
+    await rows.first().waitFor();
+    assert.deepEqual(await rows.locator(".chip").allTextContents(), ["served", "complete", "incomplete"]);
+    assert.equal(await rows.first().locator("button").count(), 0);
+    await check(page, seen, "models on the disk");
+    await page.getByRole("button", { name: "Remove owner/spare" }).click();
+    await page.click("#confirm-dialog button[value=no]");
+    assert.equal(await rows.count(), 3);
+    await page.getByRole("button", { name: "Remove owner/spare" }).click();
+    assert.ok((await page.textContent("#confirm-text")).includes("2.0 KiB"));
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".toast:text-is('owner/spare is removed')");
+    await page.getByRole("button", { name: "Remove owner/spare" }).waitFor({ state: "detached" });
+    await context.close();
+  },
+};
