@@ -11,11 +11,10 @@
 //
 // Differs from a Mac: no fast math and no fused multiply-add but `fma`; sums of a simdgroup are added as a butterfly.
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
+// Headers of C only: each text is compiled with this one before it, and those of C++ take longer than all else here.
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 
 using uint = uint32_t;
 using ushort = uint16_t;
@@ -48,7 +47,8 @@ using half = _Float16;
 namespace emulation {
 
 constexpr int LANES = 32, MOST_THREADS = 1024;
-constexpr size_t STACK = 32 << 10;
+// Not a power of two: the ends of all stacks would share a few lines of the processor's caches.
+constexpr size_t STACK = (32 << 10) + 5 * 64;
 
 enum class Waits { nothing, barrier, collective, end };
 
@@ -59,7 +59,7 @@ struct Fiber {
 };
 
 static Fiber fibers[MOST_THREADS];
-static char* stacks;
+alignas(64) static char stacks[STACK * MOST_THREADS];
 static void* scheduler;
 static int current, threads;
 static uint3 group_size, group_place;
@@ -69,6 +69,9 @@ static char problem[200];
 static bool failed;
 // What lanes give to a collective, and what they see once all have come.
 static uint64_t given[MOST_THREADS], seen[MOST_THREADS];
+// What the first lane of each simdgroup has computed of what all see.
+static uint64_t shared_result[MOST_THREADS / LANES];
+static bool has_result[MOST_THREADS / LANES];
 
 // Saves the registers of the running fiber on its stack, its stack pointer in `*from`, and continues at `to`.
 extern "C" void emulation_switch(void** from, void* to) __attribute__((visibility("hidden")));
@@ -135,6 +138,20 @@ template <typename T> T collect(T x, int line) {
 template <typename T> T of_lane(int lane) {
   T x;
   memcpy(&x, &seen[current / LANES * LANES + lane], sizeof x);
+  return x;
+}
+
+// What every lane computes alike of what all see, computed once.
+template <typename T, typename F> T once(F compute) {
+  const int group = current / LANES;
+  T x;
+  if (has_result[group]) {
+    memcpy(&x, &shared_result[group], sizeof x);
+  } else {
+    x = compute();
+    memcpy(&shared_result[group], &x, sizeof x);
+    has_result[group] = true;
+  }
   return x;
 }
 
@@ -212,7 +229,7 @@ static void body();
 static void enter() {
   body();
   pause(Waits::end, 0);
-  abort();
+  __builtin_trap();
 }
 
 static void run_group(uint32_t order) {
@@ -270,6 +287,7 @@ static void run_group(uint32_t order) {
       if (order > 1 && moved && random_below(4) > 0) continue;
       const size_t from = size_t(own - fibers);
       memcpy(seen + from, given + from, LANES * sizeof given[0]);
+      has_result[from / LANES] = false;
       for (int i = 0; i < LANES; i++) own[i].waits = Waits::nothing;
       moved = true;
     }
@@ -287,7 +305,6 @@ static const char* run(const uint* grid, const uint* size, uint32_t order) {
   for (int i = 0; i < 3; i++) {
     if (grid[i] % size[i] != 0) return "the grid is no multiple of the threadgroup";
   }
-  if (!stacks) stacks = static_cast<char*>(aligned_alloc(64, STACK * MOST_THREADS));
   const uint3 groups = {grid[0] / size[0], grid[1] / size[1], grid[2] / size[2]};
   for (uint z = 0; z < groups.z; z++) {
     for (uint y = 0; y < groups.y; y++) {
@@ -326,18 +343,22 @@ static inline void threadgroup_barrier(mem_flags, int line = __builtin_LINE()) {
 }
 template <typename T> T simd_sum(T x, int line = __builtin_LINE()) {
   emulation::collect(x, line);
-  T sums[emulation::LANES];
-  for (int i = 0; i < emulation::LANES; i++) sums[i] = emulation::of_lane<T>(i);
-  // Lanes that add what they have to what their neighbors have, 1, 2, 4 .. lanes apart, all have the sum of this tree.
-  for (int count = emulation::LANES / 2; count > 0; count /= 2)
-    for (int i = 0; i < count; i++) sums[i] = T(sums[2 * i] + sums[2 * i + 1]);
-  return sums[0];
+  return emulation::once<T>([] {
+    T sums[emulation::LANES];
+    for (int i = 0; i < emulation::LANES; i++) sums[i] = emulation::of_lane<T>(i);
+    // Lanes that add what they have to what their neighbors have, 1, 2, 4 .. lanes apart, all have the sum of this tree.
+    for (int count = emulation::LANES / 2; count > 0; count /= 2)
+      for (int i = 0; i < count; i++) sums[i] = T(sums[2 * i] + sums[2 * i + 1]);
+    return sums[0];
+  });
 }
 template <typename T> T simd_max(T x, int line = __builtin_LINE()) {
   emulation::collect(x, line);
-  T most = emulation::of_lane<T>(0);
-  for (int i = 1; i < emulation::LANES; i++) most = most < emulation::of_lane<T>(i) ? emulation::of_lane<T>(i) : most;
-  return most;
+  return emulation::once<T>([] {
+    T most = emulation::of_lane<T>(0);
+    for (int i = 1; i < emulation::LANES; i++) most = most < emulation::of_lane<T>(i) ? emulation::of_lane<T>(i) : most;
+    return most;
+  });
 }
 template <typename T> T simd_shuffle(T x, ushort from, int line = __builtin_LINE()) {
   emulation::collect(x, line);
@@ -362,16 +383,17 @@ template <typename To, typename From> To as_type(From from) {
   memcpy(&to, &from, sizeof to);
   return to;
 }
-static inline float rsqrt(float x) { return 1 / std::sqrt(x); }
-using std::cos;
-using std::exp;
-using std::exp2;
-using std::fabs;
-using std::fma;
-using std::fmax;
-using std::fmin;
-using std::log;
-using std::sin;
-using std::sqrt;
+#define INFINITY __builtin_inff()
+static inline float cos(float x) { return __builtin_cosf(x); }
+static inline float exp(float x) { return __builtin_expf(x); }
+static inline float exp2(float x) { return __builtin_exp2f(x); }
+static inline float fabs(float x) { return __builtin_fabsf(x); }
+static inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+static inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
+static inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
+static inline float log(float x) { return __builtin_logf(x); }
+static inline float sin(float x) { return __builtin_sinf(x); }
+static inline float sqrt(float x) { return __builtin_sqrtf(x); }
+static inline float rsqrt(float x) { return 1 / sqrt(x); }
 template <typename T> T min(T a, T b) { return b < a ? b : a; }
 template <typename T> T max(T a, T b) { return a < b ? b : a; }

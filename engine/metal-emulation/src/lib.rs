@@ -11,13 +11,14 @@
 
 #![allow(unsafe_code, reason = "loads and calls compiled C++")]
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, OsString, c_char, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{env, fs, process};
 
 use libloading::Library;
@@ -38,8 +39,18 @@ const UNWRITTEN: [u8; 4] = [0xa5, 0xff, 0xa5, 0xff];
 /// The order of threads in further launches.
 static ORDER: AtomicU32 = AtomicU32::new(0);
 
-/// A library has one launch at a time: its fibers are global.
-static LAUNCH: Mutex<()> = Mutex::new(());
+/// The loaded libraries by [`name`], and those that are being built, which other threads wait for.
+static LIBRARIES: Mutex<BTreeMap<u64, Arc<Mutex<Option<Arc<Loaded>>>>>> =
+    Mutex::new(BTreeMap::new());
+
+/// The library of a text.
+struct Loaded {
+    entry: Entry,
+    /// Held in a launch: the fibers of a library are global.
+    launch: Mutex<()>,
+    /// Stays loaded.
+    _library: Library,
+}
 
 /// Runs a kernel: reads the inputs, fills the outputs, with a grid of threads along x, y and z, and threadgroups of some of
 /// them. Fails with a sentence that names the fault.
@@ -82,17 +93,12 @@ pub fn compile(
     outputs: &[[&str; 2]],
 ) -> Result<Launch, String> {
     let text = text(header, body, inputs, outputs);
-    let library = build(&text, || types::check(header, body, inputs, outputs))?;
-    // SAFETY: the text defines a function of this name and type, which lives as long as the library.
-    let entry: Entry =
-        unsafe { *library.get::<Entry>(b"emulation_launch\0").map_err(|error| error.to_string())? };
+    let library = load(&text, || types::check(header, body, inputs, outputs))?;
     let sizes: Vec<usize> = outputs.iter().map(|[kind, _]| element_size(kind)).collect();
     let counts = [inputs.len(), outputs.len()];
     Ok(Box::new(move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], grid, group| {
-        // The library stays loaded.
-        let _ = &library;
         assert_eq!([inputs.len(), outputs.len()], counts, "a buffer for each name");
-        run(entry, &sizes, inputs, outputs, [grid, group])
+        run(&library, &sizes, inputs, outputs, [grid, group])
     }))
 }
 
@@ -122,46 +128,80 @@ fn element_size(kind: &str) -> usize {
     }
 }
 
-/// The library of a text, checked and built unless it was built before.
-fn build(text: &str, check: impl FnOnce() -> Result<(), String>) -> Result<Library, String> {
+/// The library of a text. It is checked and built unless it was built before, and loaded once.
+fn load(text: &str, check: impl FnOnce() -> Result<(), String>) -> Result<Arc<Loaded>, String> {
+    let name = name(text)?;
+    let place = lock(&LIBRARIES).entry(name).or_default().clone();
+    let mut place = lock(&place);
+    if let Some(library) = &*place {
+        return Ok(library.clone());
+    }
+    let path = build(name, text, check)?;
+    // SAFETY: the library has no initializers.
+    let library = unsafe { Library::new(&path) }.map_err(|error| error.to_string())?;
+    // SAFETY: the text defines a function of this name and type, which lives as long as the library.
+    let entry =
+        unsafe { *library.get::<Entry>(b"emulation_launch\0").map_err(|error| error.to_string())? };
+    let loaded = Arc::new(Loaded { entry, launch: Mutex::default(), _library: library });
+    Ok(place.insert(loaded).clone())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What distinguishes the library of a text from others.
+fn name(text: &str) -> Result<u64, String> {
+    let mut hasher = DefaultHasher::new();
+    (text, OPTIONS, LIBRARIES_OF_C, types::version()?).hash(&mut hasher);
+    Ok(hasher.finish())
+}
+
+/// The file of the library of a text, checked and built unless it was built before.
+fn build(
+    name: u64,
+    text: &str,
+    check: impl FnOnce() -> Result<(), String>,
+) -> Result<PathBuf, String> {
     let failed = |what: &str, error: std::io::Error| format!("cannot {what}: {error}");
     let program = env::current_exe().map_err(|error| failed("find the program", error))?;
     let folder = program.parent().unwrap_or(Path::new(".")).join("metal-emulation");
     fs::create_dir_all(&folder).map_err(|error| failed("create a folder for kernels", error))?;
-    let mut hasher = DefaultHasher::new();
-    (text, types::version()?).hash(&mut hasher);
-    let library = folder.join(format!("{:016x}.so", hasher.finish()));
+    let library = folder.join(format!("{name:016x}.so"));
     if !library.exists() {
         check()?;
         // Tests of several processes may build the same text.
-        let own = library.with_extension(format!(
-            "{}-{:?}.tmp",
-            process::id(),
-            std::thread::current().id()
-        ));
+        let own = library.with_extension(format!("{}.tmp", process::id()));
         call_compiler(text, &own)?;
         fs::rename(&own, &library).map_err(|error| failed("name a library", error))?;
     }
-    // SAFETY: the library has no initializers.
-    unsafe { Library::new(&library) }.map_err(|error| error.to_string())
+    Ok(library)
 }
+
+/// Options of the compiler.
+const OPTIONS: [&str; 7] = [
+    // Metal's language before version 4 is C++14, which also compiles in two thirds of the time.
+    "-std=c++14",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-x",
+    "c++",
+];
+
+/// What a text is linked with. A text uses nothing of the library of C++, which takes longer to link than a text to compile.
+/// On macOS, there is one library for all.
+const LIBRARIES_OF_C: &[&str] =
+    if cfg!(target_os = "macos") { &[] } else { &["-nodefaultlibs", "-lm", "-lc", "-lgcc"] };
 
 fn call_compiler(text: &str, library: &PathBuf) -> Result<(), String> {
     let compiler = env::var_os("CXX").unwrap_or_else(|| OsString::from("c++"));
     let mut child = Command::new(&compiler)
-        .args([
-            // Metal's language before version 4 is C++14, which also compiles in two thirds of the time.
-            "-std=c++14",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-ffp-contract=off",
-            "-x",
-            "c++",
-            "-",
-            "-o",
-        ])
+        .args(OPTIONS)
+        .args(["-", "-o"])
         .arg(library)
+        .args(LIBRARIES_OF_C)
         .stdin(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -209,13 +249,13 @@ impl Guarded {
 }
 
 fn run(
-    entry: Entry,
+    library: &Loaded,
     sizes: &[usize],
     inputs: &[&[u8]],
     outputs: &mut [&mut [u8]],
     [grid, group]: [[u32; 3]; 2],
 ) -> Result<(), String> {
-    let _one = LAUNCH.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = lock(&library.launch);
     let mut guarded: Vec<Guarded> = Vec::with_capacity(inputs.len() + outputs.len());
     for input in inputs {
         let mut copy = Guarded::new(input.len());
@@ -235,7 +275,12 @@ fn run(
     // SAFETY: as many pointers as the text has buffers. A kernel that leaves its buffers by more than the margins ends the
     // process, or worse: it is a test.
     let problem = unsafe {
-        entry(pointers.as_ptr(), grid.as_ptr(), group.as_ptr(), ORDER.load(Ordering::Relaxed))
+        (library.entry)(
+            pointers.as_ptr(),
+            grid.as_ptr(),
+            group.as_ptr(),
+            ORDER.load(Ordering::Relaxed),
+        )
     };
     if !problem.is_null() {
         // SAFETY: not null, and a sentence that ends with a zero byte.

@@ -466,52 +466,78 @@ mod tests {
         Array::from_slice(&logits, &[tokens.len() as i32, 5])
     }
 
-    /// A token sampled after each row of `logits`, the first for position `index`.
-    fn sampled(logits: &Array, sampling: &Sampling, seed: u64, index: usize) -> Vec<u32> {
-        let row = |i| Row::new(*sampling, mix(seed, (index + i) as u64));
-        let rows: Vec<Row> = (0..logits.dim(0) as usize).map(row).collect();
-        sample(logits, &rows).unwrap().as_slice::<u32>().to_vec()
+    /// Texts that are computed together: one pass has rows of all of them.
+    const TEXTS: usize = 200;
+
+    /// A token sampled after each token of `tokens`, with the noise of each text and position in `places`.
+    fn sampled(
+        table: &[[f32; 5]; 5],
+        tokens: &[u32],
+        sampling: &Sampling,
+        places: impl Iterator<Item = (u64, usize)>,
+    ) -> Vec<u32> {
+        let noise = places.map(|(seed, position)| mix(seed, position as u64));
+        let own: Vec<Row> = noise.map(|noise| Row::new(*sampling, noise)).collect();
+        sample(&rows(table, tokens), &own).unwrap().as_slice::<u32>().to_vec()
     }
 
-    /// `count` tokens decoded with drafts of three, and the number of accepted ones.
-    fn speculative(count: usize, sampling: &Sampling, seed: u64) -> (Vec<u32>, usize) {
-        let (mut text, mut accepted) = (vec![0], 0);
-        while text.len() < count {
-            let mut draft = vec![text[text.len() - 1]];
-            for i in 0..3 {
-                let logits = rows(&DRAFTER, &draft[i..]);
-                draft.extend(sampled(&logits, sampling, seed, text.len() + i));
+    /// The seed of each of [`TEXTS`].
+    fn seeds(seed: u64) -> [u64; TEXTS] {
+        std::array::from_fn(|text| mix(seed, text as u64))
+    }
+
+    /// Texts of at least `count` tokens decoded with drafts of three, and the number of accepted ones.
+    fn speculative(count: usize, sampling: &Sampling, seed: u64) -> (Vec<Vec<u32>>, usize) {
+        const DRAFT: usize = 3;
+        let (mut texts, seeds) = (vec![vec![0]; TEXTS], seeds(seed));
+        let mut accepted = 0;
+        while texts.iter().any(|text| text.len() < count) {
+            let place = |of: usize| {
+                (seeds[of / (DRAFT + 1)], texts[of / (DRAFT + 1)].len() + of % (DRAFT + 1))
+            };
+            let mut drafts: Vec<Vec<u32>> =
+                texts.iter().map(|text| vec![text[text.len() - 1]]).collect();
+            for i in 0..DRAFT {
+                let last: Vec<u32> = drafts.iter().map(|draft| draft[i]).collect();
+                let places = (0..TEXTS).map(|text| place(text * (DRAFT + 1) + i));
+                let next = sampled(&DRAFTER, &last, sampling, places);
+                drafts.iter_mut().zip(next).for_each(|(draft, token)| draft.push(token));
             }
-            let logits = rows(&MODEL, &draft);
-            let sampled = sampled(&logits, sampling, seed, text.len());
-            let equal = equal_tokens(&draft[1..], &sampled);
-            text.extend(&sampled[..=equal]);
-            accepted += equal;
+            let places = (0..TEXTS * (DRAFT + 1)).map(place);
+            let sampled = sampled(&MODEL, &drafts.concat(), sampling, places);
+            for ((text, draft), sampled) in
+                texts.iter_mut().zip(&drafts).zip(sampled.chunks(DRAFT + 1))
+            {
+                let equal = equal_tokens(&draft[1..], sampled);
+                text.extend(&sampled[..=equal]);
+                accepted += equal;
+            }
         }
-        (text, accepted)
+        (texts, accepted)
     }
 
-    fn plain(count: usize, sampling: &Sampling, seed: u64) -> Vec<u32> {
-        let mut text = vec![0];
-        while text.len() < count {
-            let logits = rows(&MODEL, &text[text.len() - 1..]);
-            text.extend(sampled(&logits, sampling, seed, text.len()));
+    /// Texts of `count` tokens decoded one token at a time.
+    fn plain(count: usize, sampling: &Sampling, seed: u64) -> Vec<Vec<u32>> {
+        let (mut texts, seeds) = (vec![vec![0]; TEXTS], seeds(seed));
+        for position in 1..count {
+            let last: Vec<u32> = texts.iter().map(|text| text[position - 1]).collect();
+            let next =
+                sampled(&MODEL, &last, sampling, seeds.map(|seed| (seed, position)).into_iter());
+            texts.iter_mut().zip(next).for_each(|(text, token)| text.push(token));
         }
-        text
+        texts
     }
 
-    /// Chi-square statistic of two texts' pairs of neighbouring tokens, and its number of cells.
-    fn chi_square(a: &[u32], b: &[u32]) -> (f64, usize) {
-        let count = |text: &[u32]| {
+    /// Chi-square statistic of the pairs of neighbouring tokens in the first `count` of each text, and its number of cells.
+    fn chi_square(a: &[Vec<u32>], b: &[Vec<u32>], count: usize) -> (f64, usize) {
+        let cells = |texts: &[Vec<u32>]| {
             let mut cells = [0f64; 25];
-            text.windows(2).for_each(|pair| cells[(pair[0] * 5 + pair[1]) as usize] += 1.0);
+            let pairs = texts.iter().flat_map(|text| text[..count].windows(2));
+            pairs.for_each(|pair| cells[(pair[0] * 5 + pair[1]) as usize] += 1.0);
             cells
         };
-        let (a, b) = (count(a), count(b));
-        let ratio = (b.iter().sum::<f64>() / a.iter().sum::<f64>()).sqrt();
-        let cells = a.iter().zip(&b).filter(|(a, b)| **a + **b > 0.0);
-        let terms: Vec<f64> =
-            cells.map(|(a, b)| (ratio * a - b / ratio).powi(2) / (a + b)).collect();
+        let cells = cells(a).into_iter().zip(cells(b)).filter(|(a, b)| a + b > 0.0);
+        let terms: Vec<f64> = cells.map(|(a, b)| (a - b).powi(2) / (a + b)).collect();
         (terms.iter().sum(), terms.len())
     }
 
@@ -523,8 +549,8 @@ mod tests {
         for sampling in
             [warm, Sampling { top_p: 0.8, ..warm }, Sampling { temperature: 0.7, top_k: 3, ..warm }]
         {
-            let (drafted, accepted) = speculative(20_000, &sampling, 1);
-            let (statistic, cells) = chi_square(&drafted[..20_000], &plain(20_000, &sampling, 2));
+            let (drafted, accepted) = speculative(101, &sampling, 1);
+            let (statistic, cells) = chi_square(&drafted, &plain(101, &sampling, 2), 101);
             println!("{sampling:?}: {statistic:.1} over {cells} cells, {accepted} accepted");
             assert!(statistic < 52.6, "{sampling:?}: {statistic} over {cells} cells");
             assert!(accepted > 5_000, "{sampling:?}: only {accepted} tokens accepted");
@@ -536,13 +562,15 @@ mod tests {
     fn chi_square_detects_another_distribution() {
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         let cold = Sampling { temperature: 0.9, ..warm };
-        let (statistic, _) = chi_square(&plain(20_000, &warm, 1), &plain(20_000, &cold, 2));
+        let (statistic, _) = chi_square(&plain(101, &warm, 1), &plain(101, &cold, 2), 101);
         assert!(statistic > 52.6, "{statistic}");
     }
 
     #[test]
     fn speculation_equals_plain_sampling_with_the_same_seed() {
         let sampling = Sampling { temperature: 1.0, top_p: 0.9, ..Sampling::default() };
-        assert_eq!(speculative(500, &sampling, 3).0[..500], plain(500, &sampling, 3));
+        let (mut drafted, _) = speculative(60, &sampling, 3);
+        drafted.iter_mut().for_each(|text| text.truncate(60));
+        assert_eq!(drafted, plain(60, &sampling, 3));
     }
 }

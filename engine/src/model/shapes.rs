@@ -29,6 +29,10 @@ fn load(
 ) -> std::result::Result<(), String> {
     let all = tensors.iter().map(|(name, array)| (name.as_str(), array));
     let path = folder.join("model.safetensors");
+    // A file that is written over is flushed to the disk when it is closed.
+    if path.exists() {
+        std::fs::remove_file(&path).unwrap();
+    }
     Array::save_safetensors(all.collect::<Vec<_>>(), None, path).unwrap();
     let model_type = config["model_type"].as_str().unwrap();
     let family = FAMILIES.iter().find(|family| family.model_type == model_type).unwrap();
@@ -86,24 +90,22 @@ fn tensors_of_other_shapes_are_refused_in_every_family() {
                 tensors.insert(tensor.clone(), array);
                 tensors
             };
-            // What nothing reads may be anything.
-            if array.dtype().is_float() {
+            // What nothing reads may be anything. Tried for tensors that are not refused only: it takes a pass.
+            let is_read = || {
                 let not = Array::full::<f32>(array.shape(), Array::from_f32(f32::NAN)).unwrap();
-                if load(folder.path(), &config, &with(not), true).is_ok() {
-                    continue;
-                }
-            }
+                !array.dtype().is_float() || load(folder.path(), &config, &with(not), true).is_err()
+            };
             // A scalar has no axis.
-            let array =
+            let whole =
                 &if array.ndim() == 0 { array.reshape(&[1]).unwrap() } else { array.clone() };
-            let mut others = vec![concatenate(&[array, array], 0).unwrap()];
-            if array.dim(0) > 1 {
-                others.push(shorter(array, 0));
-                others.push(array.try_index(..1).unwrap());
+            let mut others = vec![concatenate(&[whole, whole], 0).unwrap()];
+            if whole.dim(0) > 1 {
+                others.push(shorter(whole, 0));
+                others.push(whole.try_index(..1).unwrap());
             }
             // Fewer packed columns may be numbers of fewer bits.
-            if array.ndim() > 1 && array.dim(-1) > 1 && array.dtype().is_float() {
-                others.push(shorter(array, array.ndim() as i32 - 1));
+            if whole.ndim() > 1 && whole.dim(-1) > 1 && whole.dtype().is_float() {
+                others.push(shorter(whole, whole.ndim() as i32 - 1));
             }
             for other in others {
                 let shape = other.shape().to_vec();
@@ -112,8 +114,9 @@ fn tensors_of_other_shapes_are_refused_in_every_family() {
                         assert_eq!(error.lines().count(), 1, "{error}");
                         refused += 1;
                     }
+                    _ if !is_read() => {}
                     result => {
-                        let about = format!("{tensor} {:?} as {shape:?}", array.shape());
+                        let about = format!("{tensor} {:?} as {shape:?}", whole.shape());
                         accepted.entry(name.clone()).or_default().push((about, result));
                     }
                 }

@@ -19,7 +19,7 @@ use steersman_tests::{
     Random, Running, ask, bundled_model, config, message, read, run, scaled, tiny_model, words,
 };
 
-use super::ALONE;
+use super::is_alone;
 
 /// Bytes of all arrays, when what has been queued is computed.
 fn held() -> u64 {
@@ -39,7 +39,9 @@ fn assert_close(held: u64, counted: u64, case: &str) {
 
 #[test]
 fn owned_arrays_hold_their_bytes_and_no_more() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "owned_arrays_hold_their_bytes_and_no_more") {
+        return;
+    }
     let before = held();
     let buffer = normal(&[1, 4, 4096, 64], 1);
     eval([&buffer]).unwrap();
@@ -104,7 +106,9 @@ fn append(cache: &mut Cache, rows: i32, seed: usize) {
 /// in between, and evicted.
 #[test]
 fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "counted_bytes_are_the_bytes_held_for_each_kind_of_cache") {
+        return;
+    }
     for (kind, layers) in kinds() {
         let before = held();
         let budget = 3 << 20;
@@ -156,7 +160,10 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
 /// The inputs of a whole chunk and the spare rows of a window are not part of it.
 #[test]
 fn checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from")
+    {
+        return;
+    }
     for (kind, layers) in kinds() {
         let before = held();
         let mut cache = Cache::new(layers);
@@ -173,7 +180,9 @@ fn checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from() {
 /// Clients that hang up while the prompt is computed or the reply is generated.
 #[test]
 fn cancelled_requests_leave_nothing_behind() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "cancelled_requests_leave_nothing_behind") {
+        return;
+    }
     let mut config = config();
     config.store.memory_bytes = 24 << 20;
     let engine = Running::without_store(config);
@@ -209,7 +218,9 @@ fn cancelled_requests_leave_nothing_behind() {
 /// 100 clients hang up while their requests run, or wait.
 #[test]
 fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "requests_of_clients_that_hang_up_leave_no_bytes_behind") {
+        return;
+    }
     let mut config = config();
     (config.engine.max_running, config.engine.queue) = (64, 128);
     (config.store.memory_bytes, config.store.ahead) = (0, false);
@@ -248,7 +259,9 @@ fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
 #[test]
 fn requests_behind_a_long_prefix_share_its_rows() {
     const STREAMS: usize = 32;
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "requests_behind_a_long_prefix_share_its_rows") {
+        return;
+    }
     let (model, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     tiny_model(model.path());
     let path = model.path().join("config.json");
@@ -312,7 +325,9 @@ fn wait_until_idle(engine: &Running) {
 #[cfg(target_os = "linux")]
 #[ignore = "a measurement"]
 fn processor_time_with_each_limit_of_the_buffer_cache() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "processor_time_with_each_limit_of_the_buffer_cache") {
+        return;
+    }
     let model = load(&bundled_model(), &config().model).unwrap().model;
     let tokens: Vec<u32> = (0..1024).map(|i| 3 + i % 4000).collect();
     let pass = |tokens: &[u32], cache: &mut Cache| {
@@ -351,7 +366,9 @@ fn processor_time_with_each_limit_of_the_buffer_cache() {
 #[test]
 #[ignore = "a measurement"]
 fn time_of_saving_state() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "time_of_saving_state") {
+        return;
+    }
     let bundled = load(&bundled_model(), &config().model).unwrap().model;
     let hybrid = |_| -> Vec<LayerCache> {
         let recurrent = || {

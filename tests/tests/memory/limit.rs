@@ -11,7 +11,7 @@ use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, config, run};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::ALONE;
+use super::is_alone;
 
 fn active() -> u64 {
     active_memory().unwrap() as u64
@@ -25,7 +25,12 @@ fn long(words: usize) -> Request {
 
 #[test]
 fn a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(
+        module_path!(),
+        "a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served",
+    ) {
+        return;
+    }
     let mut config = config();
     config.speculation.drafts.clear();
     let (weights, tokens_per_word) = {
@@ -103,7 +108,12 @@ fn text(mut events: UnboundedReceiver<Event>, mut look: impl FnMut()) -> String 
 /// checked one by one: together they took more than the limit, or most were refused.
 #[test]
 fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(
+        module_path!(),
+        "long_requests_that_do_not_fit_together_get_the_replies_of_each_alone",
+    ) {
+        return;
+    }
     let mut config = config();
     config.speculation.drafts.clear();
     config.store.memory_bytes = 4 << 20;
@@ -137,7 +147,10 @@ fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
 /// Another model, here the test, takes memory while requests run.
 #[test]
 fn requests_are_preempted_when_memory_gets_scarce_and_resume_later() {
-    let _alone = ALONE.blocking_lock();
+    if !is_alone(module_path!(), "requests_are_preempted_when_memory_gets_scarce_and_resume_later")
+    {
+        return;
+    }
     let mut config = config();
     config.store.memory_bytes = 0;
     config.engine.max_running = 4;

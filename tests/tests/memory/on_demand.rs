@@ -17,7 +17,7 @@ use steersman_models::facts::Facts;
 use steersman_tests::{config, scaled, tiny_model};
 use tower::ServiceExt;
 
-use super::ALONE;
+use super::is_alone;
 
 const NAMES: [&str; 3] = ["one", "two", "three"];
 
@@ -90,7 +90,9 @@ async fn health(app: &Router) -> Vec<Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_alternate_between_models_that_do_not_fit_together() {
-    let _alone = ALONE.lock().await;
+    if !is_alone(module_path!(), "requests_alternate_between_models_that_do_not_fit_together") {
+        return;
+    }
     let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let paths = (folder.path().to_path_buf(), data.path().to_path_buf());
     let loading = tokio::task::spawn_blocking(move || load(&paths.0, &paths.1));

@@ -118,10 +118,22 @@ impl Family {
         (prefixes, first, reply)
     }
 
-    /// The law: `prefixes` restores at least `least` tokens, and the reply is the same.
-    fn check(&self, prefixes: &mut Prefixes, prompt: &[u32], least: usize, case: &str) {
+    /// The reply to `prompt` without saved state.
+    fn whole(&self, prompt: &[u32]) -> CountedReply {
         let whole = self.reply(&mut self.in_memory(), prompt, REPLY);
         assert_eq!(whole.cached, 0);
+        whole
+    }
+
+    /// The law: `prefixes` restores at least `least` tokens, and the reply is the `whole` one.
+    fn check(
+        &self,
+        prefixes: &mut Prefixes,
+        prompt: &[u32],
+        whole: &CountedReply,
+        least: usize,
+        case: &str,
+    ) {
         let resumed = self.reply(prefixes, prompt, REPLY);
         assert!(resumed.cached >= least, "{}, {case}: {} cached", self.name, resumed.cached);
         assert!(resumed.tokens == whole.tokens, "{}, {case}: another reply", self.name);
@@ -164,12 +176,13 @@ fn next_prompt_resumes_from_its_conversation_in_memory_and_after_a_restart() {
         let (mut prefixes, first, reply) = family.saved(&path);
         for (case, next, least) in next_prompts(&first, &reply.tokens) {
             let copy = std::fs::read(&path).unwrap();
-            family.check(&mut prefixes, &next, least, case);
+            let whole = family.whole(&next);
+            family.check(&mut prefixes, &next, &whole, least, case);
             // A restart finds the file as it was before, in blocks of 64 tokens.
             let restarted = folder.path().join(case);
             std::fs::write(&restarted, copy).unwrap();
             let mut prefixes = family.on_disk(&restarted, 64 * MB);
-            family.check(&mut prefixes, &next, least.saturating_sub(63), case);
+            family.check(&mut prefixes, &next, &whole, least.saturating_sub(63), case);
         }
     }
 }
@@ -196,8 +209,9 @@ fn eviction_changes_no_reply() {
         let left = prefixes.reporter().report().disk.unwrap();
         assert!((left.rows.parts + left.states.parts) * 10 < parts * 7, "{name}: {left:?}");
         // The newest is saved, the oldest is not, and both get the same reply.
-        family.check(&mut prefixes, &prompts[3], 1, "the newest of them");
-        family.check(&mut prefixes, &prompts[0], 0, "the oldest of them");
+        let [newest, oldest] = [3, 0].map(|i| family.whole(&prompts[i]));
+        family.check(&mut prefixes, &prompts[3], &newest, 1, "the newest of them");
+        family.check(&mut prefixes, &prompts[0], &oldest, 0, "the oldest of them");
 
         let mut small =
             Prefixes::new(family.model.new_cache().unwrap(), report.memory.bytes / 2, None, 0)
@@ -208,8 +222,8 @@ fn eviction_changes_no_reply() {
         let report = small.reporter().report();
         let within = report.memory.bytes <= report.memory_budget;
         assert!(within && report.counts.evictions > 0, "{report:?}");
-        family.check(&mut small, &prompts[3], 1, "the newest in little memory");
-        family.check(&mut small, &prompts[0], 0, "the oldest in little memory");
+        family.check(&mut small, &prompts[3], &newest, 1, "the newest in little memory");
+        family.check(&mut small, &prompts[0], &oldest, 0, "the oldest in little memory");
     }
 }
 
@@ -352,7 +366,7 @@ fn killed_process_leaves_state_that_can_be_resumed_from() {
             .unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         assert!(output.by_ref().lines().any(|line| line.unwrap() == "ready"));
-        std::thread::sleep(Duration::from_micros(random.below(900_000) as u64));
+        std::thread::sleep(Duration::from_micros(random.below(450_000) as u64));
         child.kill().unwrap();
         child.wait().unwrap();
 

@@ -35,15 +35,37 @@ fn allows(mask: &[u32], token: u32) -> bool {
 #[derive(Default)]
 struct Times(Vec<Duration>);
 
+/// A token of the vocabulary. Found once: each step of a sample looks at all that are allowed.
+struct Token {
+    bytes: Vec<u8>,
+    ends_answer: bool,
+    /// Whether it ends a string, an array, an object or `null`, or a part of one.
+    closes: bool,
+    ends_part: bool,
+}
+
+fn vocabulary(text: &Text) -> Vec<Token> {
+    let token = |(id, bytes): (usize, Option<Vec<u8>>)| {
+        let bytes = bytes.unwrap_or_default();
+        Token {
+            ends_answer: text.eos().contains(&(id as u32)),
+            closes: matches!(*bytes, [b'"' | b'}' | b']' | b'n' | b',' | b':', ..])
+                && bytes.len() < 3,
+            ends_part: matches!(*bytes, [b'}' | b']']),
+            bytes,
+        }
+    };
+    text.token_bytes().into_iter().enumerate().map(token).collect()
+}
+
 /// Samples tokens that the grammar allows, mostly those that end something, until it is complete; `None`
 /// if it is not after 2,000 tokens.
 fn sample(
-    text: &Text,
+    vocabulary: &[Token],
     mut grammar: Grammar,
     random: &mut Random,
     times: &mut Times,
 ) -> Option<String> {
-    let bytes = text.token_bytes();
     let mut tokens = Vec::new();
     while !grammar.has_ended() && tokens.len() < 2000 {
         let forced = grammar.forced();
@@ -52,25 +74,32 @@ fn sample(
         if forced.is_empty() {
             times.0.push(start.elapsed());
         }
-        let allowed: Vec<u32> =
-            (0..text.vocab_size() as u32).filter(|&token| allows(&mask, token)).collect();
+        let (mut allowed, mut all, mut closing, mut parts) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (id, token) in vocabulary.iter().enumerate() {
+            let id = id as u32;
+            if !allows(&mask, id) {
+                continue;
+            }
+            allowed.push(id);
+            if !token.ends_answer {
+                all.push(id);
+            }
+            if token.closes {
+                closing.push(id);
+            }
+            if token.ends_part {
+                parts.push(id);
+            }
+        }
         assert!(!allowed.is_empty());
         if let Some(&first) = forced.first() {
             assert_eq!(allowed, [first], "a forced token is the only one");
         }
-        let ends: Vec<u32> = allowed.iter().copied().filter(|id| text.eos().contains(id)).collect();
-        if !ends.is_empty() && (random.below(3) > 0 || tokens.len() > 200) {
+        if all.len() < allowed.len() && (random.below(3) > 0 || tokens.len() > 200) {
             break;
         }
-        let closes = |id: &u32| {
-            let bytes = bytes[*id as usize].as_deref().unwrap_or_default();
-            matches!(bytes, [b'"' | b'}' | b']' | b'n' | b',' | b':', ..]) && bytes.len() < 3
-        };
-        let closing: Vec<u32> = allowed.iter().copied().filter(closes).collect();
-        let ends_part = |id: &u32| matches!(bytes[*id as usize].as_deref(), Some(b"}" | b"]"));
-        let parts: Vec<u32> = closing.iter().copied().filter(ends_part).collect();
         let closing = if tokens.len() > 200 && !parts.is_empty() { parts } else { closing };
-        let all: Vec<u32> = allowed.iter().copied().filter(|id| !ends.contains(id)).collect();
         let close = !closing.is_empty() && (random.below(3) > 0 || tokens.len() > 200);
         let from = if close { &closing } else { &all };
         let Some(&token) = from.get(random.below(from.len().max(1))) else { break };
@@ -80,7 +109,7 @@ fn sample(
     if tokens.len() == 2000 {
         return None;
     }
-    let written = tokens.iter().flat_map(|id| bytes[*id as usize].clone().unwrap_or_default());
+    let written = tokens.iter().flat_map(|id| vocabulary[*id as usize].bytes.clone());
     Some(String::from_utf8(written.collect()).expect("only whole characters"))
 }
 
@@ -97,6 +126,7 @@ fn sampled_answers_are_valid_or_their_schema_is_refused_by_path() {
     let count = std::env::var("STEERSMAN_SCHEMAS").ok();
     let count = count.map_or(200, |count| count.parse().expect("STEERSMAN_SCHEMAS is a number"));
     let (text, grammars) = (text(), Grammars::new(text()));
+    let vocabulary = vocabulary(&text);
     let start = Instant::now();
     grammars.compile(&of_form(Form::JsonObject)).expect("any object");
     println!("vocabulary of {} tokens built in {:?}", text.vocab_size(), start.elapsed());
@@ -133,7 +163,7 @@ fn sampled_answers_are_valid_or_their_schema_is_refused_by_path() {
                     .build(&schema)
                     .expect("the schema is valid");
                 let random = &mut Random(number as u64 + 77);
-                match sample(&text, grammar.expect("a form"), random, &mut times) {
+                match sample(&vocabulary, grammar.expect("a form"), random, &mut times) {
                     None => unfinished += 1,
                     Some(answer) => {
                         let parsed: Value = serde_json::from_str(&answer).expect(&answer);
