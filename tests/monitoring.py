@@ -152,20 +152,21 @@ def wait_for(condition, server, log):
     raise AssertionError(log.read_text())
 
 
-def serve(binary, folder, form, work):
-    """Runs `work` with the address of a server; returns the lines of its log."""
+def serve(binary, folder, form, work, *options):
+    """Runs `work` with the address of a server, and a function that waits for a condition on its log and output.
+
+    Returns the lines of its log, and what `work` returns.
+    """
     log, out = Path(folder, f"{form}.log"), Path(folder, f"{form}.out")
     with log.open("w") as errors, out.open("w") as output:
-        command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data"]
+        command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data", *options]
         environment = {name: value for name, value in os.environ.items() if name != "RUST_LOG"}
         environment["STEERSMAN_LOG"] = form
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
         wait_for(lambda: " at http://" in out.read_text(), server, log)
         url = out.read_text().split(" at ")[1].split("/v1")[0]
-        result = work(url)
-        ended = lambda: log.read_text().count("cancelled by the client") >= 1
-        wait_for(ended, server, log)
+        result = work(url, lambda condition: wait_for(lambda: condition(log.read_text(), out.read_text()), server, log))
     finally:
         server.terminate()
         assert server.wait(120) == 0, log.read_text()
@@ -215,6 +216,46 @@ def check_failed_start(binary, folder):
     failed = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert failed.returncode == 1 and "/no/such/folder" in failed.stderr, failed
     assert "draining" not in failed.stderr, failed.stderr
+
+
+def nested(levels):
+    """Components in one another, which the server refuses to compile."""
+    empty, parts, size = b"\0asm\x0d\0\x01\0", [], 8
+    for _ in range(levels):
+        number, left = bytearray(), size
+        while left >= 0x80:
+            number.append(left & 0x7F | 0x80)
+            left >>= 7
+        # The section of a component, and its size.
+        parts.append(empty + b"\x04" + bytes(number) + bytes([left]))
+        size += len(parts[-1])
+    return b"".join(reversed(parts)) + empty
+
+
+def check_inactive_policy(binary, folder):
+    """A policy that does not compile is named in all places, until its file is replaced."""
+    config, policies = Path(folder, "inactive.toml"), Path(folder, "policies")
+    policies.mkdir()
+    policies.joinpath("mine.wasm").write_bytes(nested(50_000))
+    config.write_text(f'[policy]\nfolder = "{policies}"\n[profiles.default]\npolicies = ["mine"]\n')
+
+    def get(url):
+        with urllib.request.urlopen(url) as reply:
+            return reply.read().decode()
+
+    def work(url, wait):
+        begin, end = "The policy mine is not active, and fails in every request: ", "; replace its file, or upload another version\n"
+        wait(lambda _, out: begin in out and out.endswith(end))
+        inactive = lambda: json.loads(get(f"{url}/health"))["inactive_policies"]
+        assert inactive() == [{"policy": "mine", "retries": False}], inactive()
+        assert 'steersman_policy_active{policy="mine"} 0\n' in get(f"{url}/metrics")
+        fixed = policies / "fixed"
+        fixed.write_bytes((ROOT / "policies/passthrough/passthrough.wasm").read_bytes())
+        fixed.rename(policies / "mine.wasm")
+        wait(lambda log, out: not inactive())
+        assert 'steersman_policy_active{policy="mine"} 1\n' in get(f"{url}/metrics")
+
+    serve(binary, folder, "text", work, "--config", str(config))
 
 
 def family(series):
@@ -320,11 +361,14 @@ def check_with_promtool(plain, folder):
 def main():
     binary = Path(sys.argv[1]).resolve()
 
-    def work(url):
+    def work(url, wait):
         use(url)
         plain = urllib.request.Request(f"{url}/metrics", headers={"accept": "text/plain"})
         with urllib.request.urlopen(f"{url}/metrics") as reply, urllib.request.urlopen(plain) as old:
-            return reply.read().decode(), old.read().decode()
+            metrics = reply.read().decode(), old.read().decode()
+        # The client that disconnected has a line, too.
+        wait(lambda log, _: "cancelled by the client" in log)
+        return metrics
 
     with tempfile.TemporaryDirectory() as folder:
         lines, (text, plain) = serve(binary, folder, "text", work)
@@ -335,6 +379,7 @@ def main():
         lines, _ = serve(binary, folder, "json", work)
         check_json(lines)
         check_failed_start(binary, folder)
+        check_inactive_policy(binary, folder)
         print(f"{len(series)} series, {len(expressions())} expressions, {len(lines)} lines")
 
 
