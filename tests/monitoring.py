@@ -152,7 +152,7 @@ def wait_for(condition, server, log):
     raise AssertionError(log.read_text())
 
 
-def serve(binary, folder, form, work, *options):
+def serve(binary, folder, form, work, *options, filter=None):
     """Runs `work` with the address of a server, and a function that waits for a condition on its log and output.
 
     Returns the lines of its log, and what `work` returns.
@@ -162,6 +162,8 @@ def serve(binary, folder, form, work, *options):
         command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data", *options]
         environment = {name: value for name, value in os.environ.items() if name != "RUST_LOG"}
         environment["STEERSMAN_LOG"] = form
+        if filter:
+            environment["RUST_LOG"] = filter
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
         wait_for(lambda: " at http://" in out.read_text(), server, log)
@@ -216,6 +218,16 @@ def check_failed_start(binary, folder):
     failed = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert failed.returncode == 1 and "/no/such/folder" in failed.stderr, failed
     assert "draining" not in failed.stderr, failed.stderr
+
+
+def check_second_start(binary, folder):
+    """What the first start measured of the machine is read by the second, which measures nothing."""
+    fresh = Path(folder, "fresh")
+    fresh.mkdir()
+    starts = [serve(binary, fresh, "text", lambda url, wait: None, filter="steersman_engine=debug")[0] for _ in range(2)]
+    first, second = ([line for line in lines if " measured" in line] for lines in starts)
+    assert any(": prefill measured" in line for line in first), starts[0]
+    assert not second, second
 
 
 def nested(levels):
@@ -380,6 +392,7 @@ def main():
         check_json(lines)
         check_failed_start(binary, folder)
         check_inactive_policy(binary, folder)
+        check_second_start(binary, folder)
         print(f"{len(series)} series, {len(expressions())} expressions, {len(lines)} lines")
 
 
