@@ -201,6 +201,18 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     done = subprocess.run(absent, env=env, text=True, capture_output=True, timeout=PATIENCE)
     said = f"the server at {url} does not serve ./absent.gguf"
     assert done.returncode == 1 and said in done.stderr and "./absent.gguf does not exist" in done.stderr, done
+    # A model of this process runs beside the server: it says that state is not saved, and nothing of other files.
+    assert "database" not in done.stderr, done
+    local = [*command[:2], "--local", *command[2:], "What is the capital of Italy?"]
+    done = subprocess.run(local, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.stdout == "The capital of Italy is Rome.\n", done
+    assert [line for line in done.stderr.splitlines() if "prefix store is in use" not in line] == [], done
+    terminal = Terminal([binary, "chat", "--local", "--config", str(config), "--temperature", "0"], env)
+    terminal.enter("What is the capital of Peru?")
+    terminal.expect("Lima")
+    terminal.expect("> ")
+    terminal.press(b"\x04")
+    assert terminal.end() == 0 and "database" not in terminal.shown, terminal.shown
     assert 'requests_total{status="2xx"} 2' in get(f"{url}/metrics"), "the server answered both"
     server.press(b"\x03")
     assert server.end() == 0, server.shown

@@ -3,7 +3,7 @@
     python tests/monitoring.py target/debug/steersman
 
 With `promtool` on PATH, that program checks the rules, the expressions of the dashboard and the names of the metrics,
-too, and that the alerts with a history of mistakes fire when they should: SteersmanQueue and SteersmanStateNotSaved.
+too, and that each alert fires when it should, and only then.
 """
 
 import json
@@ -26,6 +26,81 @@ DEBUG = re.compile(r"Some\(|\bNone\b|\w+ \{ |\w+\(\"|Err\(|Ok\(|\d(?:ns|µs)\b|:
 LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;"
 #: Series that this server has none of: no policy has the grant `counters`.
 ABSENT = {"steersman_policy_counts"}
+
+
+def quantile(name, counts):
+    """A histogram to which each minute adds `counts`, by their upper bounds."""
+    buckets = {**counts, "+Inf": max(counts.values())}
+    return {f'{name}_bucket{{model="m",le="{bound}"}}': f"0+{count}x60" for bound, count in buckets.items()}
+
+
+UP, STARTED = 'up{job="steersman"}', 'process_start_time_seconds{job="steersman"}'
+OPEN, MOST = 'process_open_fds{job="steersman"}', 'process_max_fds{job="steersman"}'
+#: For each alert: the minute in which it is looked at, series with which it fires then, and series with which it does not.
+ALERTS = {
+    "SteersmanDown": (4, {UP: "0x30"}, {UP: "1x30", 'up{job="other"}': "0x30"}),
+    "SteersmanRestarts": (10, {STARTED: "1 2 3 4x30"}, {STARTED: "1 2 3x30"}),
+    "SteersmanReloadFailed": (
+        1, {"steersman_config_last_reload_successful": "0x30"}, {"steersman_config_last_reload_successful": "1x30"}
+    ),
+    "SteersmanErrors": (
+        12,
+        {'steersman_requests_total{status="2xx"}': "0+9x30", 'steersman_requests_total{status="5xx"}': "0+1x30"},
+        {'steersman_requests_total{status="4xx"}': "0+99x30", 'steersman_requests_total{status="5xx"}': "0+1x30"},
+    ),
+    "SteersmanSlowFirstToken": (
+        25,
+        quantile("steersman_time_to_first_token_seconds", {"30": 9, "60": 10}),
+        quantile("steersman_time_to_first_token_seconds", {"30": 99, "60": 100}),
+    ),
+    "SteersmanSlowTokens": (
+        25,
+        quantile("steersman_token_gap_seconds", {"0.5": 9, "1.0": 10}),
+        quantile("steersman_token_gap_seconds", {"0.5": 99, "1.0": 100}),
+    ),
+    # A queue that was empty for a moment is no reason for an alert.
+    "SteersmanQueue": (
+        11, {'steersman_queue_length{model="m"}': "1x30"}, {'steersman_queue_length{model="m"}': "1x5 0 1x30"}
+    ),
+    "SteersmanPreemptions": (
+        15,
+        {'steersman_preemptions_total{model="m"}': "0+3x30"},
+        {'steersman_preemptions_total{model="m"}': "0+1x30"},
+    ),
+    "SteersmanConnectionsRefused": (
+        5,
+        {'steersman_closed_connections_total{reason="refused"}': "0 0 1x30"},
+        {'steersman_closed_connections_total{reason="timed_out"}': "0+9x30"},
+    ),
+    "SteersmanOpenFiles": (7, {OPEN: "91x30", MOST: "100x30"}, {OPEN: "90x30", MOST: "100x30"}),
+    # A store that was not opened has no series of its own.
+    "SteersmanStateNotSaved": (
+        10,
+        {"steersman_cache_disk_saving": "0x30", "steersman_cache_disk_enabled": "1x30"},
+        {"steersman_cache_disk_saving": "0x30", "steersman_cache_disk_enabled": "0x30"},
+    ),
+    "SteersmanPolicyInactive": (
+        4, {'steersman_policy_active{policy="p"}': "0x30"}, {'steersman_policy_active{policy="p"}': "0 1x30"}
+    ),
+    "SteersmanPolicyPaused": (
+        1,
+        {'steersman_policy_breaker{policy="p",state="open"}': "1x30"},
+        {
+            'steersman_policy_breaker{policy="p",state="open"}': "0x30",
+            'steersman_policy_breaker{policy="p",state="closed"}': "1x30",
+        },
+    ),
+    "SteersmanPolicyFailures": (
+        10,
+        {'steersman_policy_failures_total{policy="p"}': "0+1x30"},
+        {'steersman_policy_failures_total{policy="p"}': "0 1 2x30"},
+    ),
+    "SteersmanPolicyUpdateRejected": (
+        1,
+        {'steersman_policy_update_rejected{policy="p"}': "1x30"},
+        {'steersman_policy_update_rejected{policy="p"}': "0x30"},
+    ),
+}
 
 
 def ask(url, route, body, headers=None, read=True):
@@ -77,20 +152,23 @@ def wait_for(condition, server, log):
     raise AssertionError(log.read_text())
 
 
-def serve(binary, folder, form, work):
-    """Runs `work` with the address of a server; returns the lines of its log."""
+def serve(binary, folder, form, work, *options, filter=None):
+    """Runs `work` with the address of a server, and a function that waits for a condition on its log and output.
+
+    Returns the lines of its log, and what `work` returns.
+    """
     log, out = Path(folder, f"{form}.log"), Path(folder, f"{form}.out")
     with log.open("w") as errors, out.open("w") as output:
-        command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data"]
+        command = [binary, "serve", "--port", "0", "--data-dir", f"{folder}/data", *options]
         environment = {name: value for name, value in os.environ.items() if name != "RUST_LOG"}
         environment["STEERSMAN_LOG"] = form
+        if filter:
+            environment["RUST_LOG"] = filter
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
         wait_for(lambda: " at http://" in out.read_text(), server, log)
         url = out.read_text().split(" at ")[1].split("/v1")[0]
-        result = work(url)
-        ended = lambda: log.read_text().count("cancelled by the client") >= 1
-        wait_for(ended, server, log)
+        result = work(url, lambda condition: wait_for(lambda: condition(log.read_text(), out.read_text()), server, log))
     finally:
         server.terminate()
         assert server.wait(120) == 0, log.read_text()
@@ -140,6 +218,56 @@ def check_failed_start(binary, folder):
     failed = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert failed.returncode == 1 and "/no/such/folder" in failed.stderr, failed
     assert "draining" not in failed.stderr, failed.stderr
+
+
+def check_second_start(binary, folder):
+    """What the first start measured of the machine is read by the second, which measures nothing."""
+    fresh = Path(folder, "fresh")
+    fresh.mkdir()
+    starts = [serve(binary, fresh, "text", lambda url, wait: None, filter="steersman_engine=debug")[0] for _ in range(2)]
+    first, second = ([line for line in lines if " measured" in line] for lines in starts)
+    assert any(": prefill measured" in line for line in first), starts[0]
+    assert not second, second
+
+
+def nested(levels):
+    """Components in one another, which the server refuses to compile."""
+    empty, parts, size = b"\0asm\x0d\0\x01\0", [], 8
+    for _ in range(levels):
+        number, left = bytearray(), size
+        while left >= 0x80:
+            number.append(left & 0x7F | 0x80)
+            left >>= 7
+        # The section of a component, and its size.
+        parts.append(empty + b"\x04" + bytes(number) + bytes([left]))
+        size += len(parts[-1])
+    return b"".join(reversed(parts)) + empty
+
+
+def check_inactive_policy(binary, folder):
+    """A policy that does not compile is named in all places, until its file is replaced."""
+    config, policies = Path(folder, "inactive.toml"), Path(folder, "policies")
+    policies.mkdir()
+    policies.joinpath("mine.wasm").write_bytes(nested(50_000))
+    config.write_text(f'[policy]\nfolder = "{policies}"\n[profiles.default]\npolicies = ["mine"]\n')
+
+    def get(url):
+        with urllib.request.urlopen(url) as reply:
+            return reply.read().decode()
+
+    def work(url, wait):
+        begin, end = "The policy mine is not active, and fails in every request: ", "; replace its file, or upload another version\n"
+        wait(lambda _, out: begin in out and out.endswith(end))
+        inactive = lambda: json.loads(get(f"{url}/health"))["inactive_policies"]
+        assert inactive() == [{"policy": "mine", "retries": False}], inactive()
+        assert 'steersman_policy_active{policy="mine"} 0\n' in get(f"{url}/metrics")
+        fixed = policies / "fixed"
+        fixed.write_bytes((ROOT / "policies/passthrough/passthrough.wasm").read_bytes())
+        fixed.rename(policies / "mine.wasm")
+        wait(lambda log, out: not inactive())
+        assert 'steersman_policy_active{policy="mine"} 1\n' in get(f"{url}/metrics")
+
+    serve(binary, folder, "text", work, "--config", str(config))
 
 
 def family(series):
@@ -194,24 +322,28 @@ def check_series(series):
             assert wanted <= series[name] | given, f"{name} has no {wanted - series[name] - given}: {expression}"
 
 
-def check_alert(promtool, folder, name, values, labels, time, fires):
-    """Whether an alert fires `time` after Prometheus has begun to read series with these values, one a minute."""
-    series = ",".join(f'{label}="{value}"' for label, value in labels.items())
-    rules = yaml(folder, "alert_test.yml", {
-        "rule_files": [str(ROOT / "configs/alerts.yml")],
-        "tests": [{
-            "interval": "1m",
-            "input_series": [{"series": f"{metric}{{{series}}}", "values": text} for metric, text in values.items()],
-            # Of alerts that fire, promtool compares labels and texts, too: a count is enough.
-            "promql_expr_test": [{
-                "expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}})',
-                "eval_time": time,
-                "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
-            }],
-        }],
-    })
-    tested = subprocess.run([promtool, "test", "rules", rules], capture_output=True, text=True)
-    assert tested.returncode == 0, f"{name} after {time}: {tested.stdout}{tested.stderr}"
+def check_alerts(promtool, folder):
+    """Each alert fires with the series that it is for, and does not with others: one value a minute."""
+    names = re.findall(r"- alert: (\w+)", (ROOT / "configs/alerts.yml").read_text())
+    assert names == list(ALERTS), set(names) ^ set(ALERTS)
+
+    def test(name, minutes, values, firing):
+        series = [{"series": one, "values": text} for one, text in values.items()]
+        # Of alerts that fire, promtool compares labels and texts, too: a count is enough.
+        expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+        samples = [{"labels": "{}", "value": 1}] if firing else []
+        expected = {"expr": expression, "eval_time": f"{minutes}m", "exp_samples": samples}
+        return {"interval": "1m", "input_series": series, "promql_expr_test": [expected]}
+
+    tests = [
+        test(name, minutes, values, firing)
+        for name, (minutes, fires, rests) in ALERTS.items()
+        for values, firing in [(fires, True), (rests, False)]
+    ]
+    rules = {"rule_files": [str(ROOT / "configs/alerts.yml")], "tests": tests}
+    command = [promtool, "test", "rules", yaml(folder, "alert_test.yml", rules)]
+    tested = subprocess.run(command, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 def yaml(folder, name, content):
@@ -231,13 +363,7 @@ def check_with_promtool(plain, folder):
         {"record": f"dashboard:n{number}", "expr": expression} for number, expression in enumerate(expressions())
     ]}]}
     file = yaml(folder, "dashboard.yml", rules)
-    model = {"model": "m"}
-    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "9m", fires=False)
-    check_alert(promtool, folder, "SteersmanQueue", {"steersman_queue_length": "1x30"}, model, "11m", fires=True)
-    # A store that was not opened has no series of its own.
-    for enabled in [0, 1]:
-        values = {"steersman_cache_disk_saving": "0x30", "steersman_cache_disk_enabled": f"{enabled}x30"}
-        check_alert(promtool, folder, "SteersmanStateNotSaved", values, model, "10m", fires=bool(enabled))
+    check_alerts(promtool, folder)
     for checked in [ROOT / "configs/alerts.yml", file]:
         subprocess.run([promtool, "check", "rules", checked], check=True, stdout=subprocess.DEVNULL)
     linted = subprocess.run([promtool, "check", "metrics"], input=plain, capture_output=True, text=True)
@@ -247,11 +373,14 @@ def check_with_promtool(plain, folder):
 def main():
     binary = Path(sys.argv[1]).resolve()
 
-    def work(url):
+    def work(url, wait):
         use(url)
         plain = urllib.request.Request(f"{url}/metrics", headers={"accept": "text/plain"})
         with urllib.request.urlopen(f"{url}/metrics") as reply, urllib.request.urlopen(plain) as old:
-            return reply.read().decode(), old.read().decode()
+            metrics = reply.read().decode(), old.read().decode()
+        # The client that disconnected has a line, too.
+        wait(lambda log, _: "cancelled by the client" in log)
+        return metrics
 
     with tempfile.TemporaryDirectory() as folder:
         lines, (text, plain) = serve(binary, folder, "text", work)
@@ -262,6 +391,8 @@ def main():
         lines, _ = serve(binary, folder, "json", work)
         check_json(lines)
         check_failed_start(binary, folder)
+        check_inactive_policy(binary, folder)
+        check_second_start(binary, folder)
         print(f"{len(series)} series, {len(expressions())} expressions, {len(lines)} lines")
 
 

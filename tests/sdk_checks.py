@@ -1,6 +1,7 @@
 """The checks of a client package: collects them, and runs them against a server."""
 
 import traceback
+from importlib.metadata import version
 
 CHECKS = []
 
@@ -21,10 +22,10 @@ def check(function):
     return function
 
 
-def run(package, client, url):
-    """Runs all checks and prints the result of each. Returns the exit code."""
-    model = next(iter(client.models.list())).id
-    print(f"{package.__name__} {package.__version__}, model {model} at {url}")
+def run(package, client, url, model=None):
+    """Runs all checks with `model`, or else the first that is listed, and prints the result of each. Returns the exit code."""
+    model = model or next(iter(client.models.list())).id
+    print(f"{package.__name__} {version(package.__name__)}, model {model} at {url}")
     failures = 0
     for function in CHECKS:
         try:

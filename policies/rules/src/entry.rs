@@ -40,6 +40,35 @@ pub fn both<A, B>(
     }
 }
 
+/// The name that is spelt most like `name`, if one is: a third of its letters may differ. All names are short, so that a
+/// long one is compared with none.
+fn nearest<'a>(name: &str, names: &[&'a str]) -> Option<&'a str> {
+    if name.len() > 40 {
+        return None;
+    }
+    let (most, near) = names.iter().map(|near| (distance(name, near), *near)).min()?;
+    (most <= (name.len() / 3).max(1)).then_some(near)
+}
+
+/// The number of bytes to insert, remove, replace or swap with the next one, which make `a` to `b`.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut rows = vec![(0..=b.len()).collect::<Vec<usize>>()];
+    for i in 1..=a.len() {
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut least = replaced.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && (a[i - 1], a[i - 2]) == (b[j - 2], b[j - 1]) {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[a.len()][b.len()]
+}
+
 /// A value with its position.
 pub struct Entry<'a> {
     /// Number of the rule, from 1.
@@ -83,7 +112,11 @@ impl<'a> Entry<'a> {
     }
 
     pub fn unknown<T>(&self, allowed: &[&str]) -> Result<T, Mistakes> {
-        let (place, key, allowed) = (self.place(), self.path(), allowed.join(", "));
+        let (place, key) = (self.place(), self.path());
+        if let Some(near) = nearest(self.name, allowed) {
+            return Err(vec![format!("{place}: unknown key `{key}`; did you mean `{near}`?")]);
+        }
+        let allowed = allowed.join(", ");
         let hint = match self.above {
             "when" => "; for the opposite of a condition, put it into `unless`",
             _ => "",

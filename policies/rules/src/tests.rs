@@ -280,8 +280,8 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
             "rule 2, line 5: unknown key `if`; expected one of when, unless, do, times",
         ),
         (
-            "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { reasoning = true }",
-            "rule 1, line 2: unknown key `when.user_contain`; expected one of profile, ",
+            "[[rule]]\nwhen = { user_has = 'x' }\ndo = { reasoning = true }",
+            "rule 1, line 2: unknown key `when.user_has`; expected one of profile, ",
         ),
         (
             "[[rule]]\ndo = { reason = true }",
@@ -467,6 +467,22 @@ fn rules_are_packed_once_and_a_mistake_is_a_problem() {
     assert!(
         wrong.problems[0].starts_with("parameter `rules`: rule 1, line 2: unknown key `do.nte`")
     );
+}
+
+#[test]
+fn a_key_that_is_spelt_like_another_is_told_with_it() {
+    for (rule, expected) in [
+        ("when = { user_contain = 'x' }", "`when.user_contain`; did you mean `user_contains`?"),
+        ("unless = { usr_over = 1 }", "`unless.usr_over`; did you mean `user_over`?"),
+        ("times = 1\ntims = 1", "`tims`; did you mean `times`?"),
+        ("do.ntoe = 'n'", "`do.ntoe`; did you mean `note`?"),
+        ("do.loops = { max_perio = 1 }", "`do.loops.max_perio`; did you mean `max_period`?"),
+    ] {
+        let problem = check(&format!("[[rule]]\n{rule}\ndo.note = 'n'")).unwrap_err();
+        assert!(problem.contains(&format!("unknown key {expected}")), "{problem}");
+    }
+    let long = check(&format!("[[rule]]\ndo.{} = 'n'", "note".repeat(10_000))).unwrap_err();
+    assert!(long.contains("`; expected one of strip, "), "{}", &long[long.len() - 400..]);
 }
 
 /// They were told one at a time: a text with five mistakes took five attempts.

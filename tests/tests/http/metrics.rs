@@ -1,8 +1,9 @@
 //! Series of `/metrics`: times and tokens by model, profile and route, and what documents, dashboard and alerts say of
-//! them. `tests/metrics.py` compares them with a real server's.
+//! them. `tests/monitoring.py` compares them with a real server's.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::time::Instant;
 
 use steersman::reload::ReloadCounts;
 use steersman_tests::samples;
@@ -27,23 +28,42 @@ fn sum(samples: &BTreeMap<String, f64>, name: &str, label: &str) -> f64 {
     samples.keys().filter(of).map(|series| samples[series]).sum()
 }
 
+/// Time before the first piece of [`late`].
+const LATE: Duration = Duration::from_millis(20);
+
+fn late() -> Vec<Act> {
+    let mut acts = vec![Wait(LATE)];
+    acts.extend(answer());
+    acts
+}
+
 #[tokio::test]
 async fn times_and_tokens_are_observed_by_model_profile_and_route() {
-    let (app, _) = app(answer);
+    let (app, _) = app(late);
+    let started = Instant::now();
     // The second route is that of clients that leave out `/v1`.
     for route in ["/v1/chat/completions", "/chat/completions"] {
         for stream in [false, true] {
             bytes(send(&app, post_to(route, &body(json!({"stream": stream})))).await).await;
         }
     }
+    let elapsed = started.elapsed().as_secs_f64();
     let labels = "model=\"owner/tiny\",profile=\"default\",route=\"/v1/chat/completions\"";
     let metrics = samples(&scrape(&app).await);
-    // Each script has four pieces, three of which follow another one.
-    for (name, count) in [("time_to_first_token", 4.0), ("token_gap", 12.0)] {
+    // Each script has four pieces, three of which follow another one. The requests were sent one after another, so that
+    // all their times are within that of the test.
+    let mut seconds = 0.0;
+    for (name, count, least) in [
+        ("time_to_first_token", 4.0, 4.0 * LATE.as_secs_f64()),
+        ("token_gap", 12.0, f64::MIN_POSITIVE),
+    ] {
         let series = format!("steersman_{name}_seconds_count{{{labels}}}");
         assert_eq!(metrics[&series], count, "{name}");
-        assert!(metrics[&format!("steersman_{name}_seconds_sum{{{labels}}}")] >= 0.0);
+        let sum = metrics[&format!("steersman_{name}_seconds_sum{{{labels}}}")];
+        assert!(sum >= least, "{name}: {sum}");
+        seconds += sum;
     }
+    assert!(seconds <= elapsed, "{seconds} s of {elapsed}");
     let duration = "steersman_request_duration_seconds_count";
     assert_eq!(metrics[&format!("{duration}{{{labels},status=\"2xx\"}}")], 4.0);
     let Usage { prompt_tokens, cached_tokens, reasoning_tokens, answer_tokens, .. } = USAGE;

@@ -142,8 +142,9 @@ fn a_mistake_in_rules_is_reported_before_any_answer_with_its_file_rule_and_line(
     let param = format!("rules=@{file}");
     for command in ["test", "bench", "replay"] {
         let failed = fail(&[command, "rules", &golden, "--param", &param]);
-        let expected =
-            format!("error: {file}: rule 2, line 9: unknown key `do.reasonin`; expected");
+        let expected = format!(
+            "error: {file}: rule 2, line 9: unknown key `do.reasonin`; did you mean `reasoning`?"
+        );
         assert!(failed.contains(&expected) && !failed.contains("differs"), "{command}: {failed}");
     }
     let inline = fail(&["test", "rules", &golden, "--param", "rules=[[rule]]"]);
