@@ -23,7 +23,7 @@ impl Models {
     /// # Errors
     /// If the key of an upstream cannot be read, or a profile has policies that an upstream cannot carry out. An upstream
     /// that does not answer is logged.
-    pub(super) fn add_upstreams(
+    pub fn add_upstreams(
         &mut self,
         server: &ServerConfig,
         profiles: &BTreeMap<String, Profile>,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::capability::{Kind, ReasoningField};
+use crate::client::Client;
 use crate::config::Protocol;
 use crate::fault::Fault;
 use crate::piece::tokens;
@@ -47,7 +48,9 @@ pub async fn ask(upstream: &Upstream) -> Result<Asked, Fault> {
         Protocol::OpenAi => "/models",
         Protocol::Anthropic => "/v1/models?limit=1000",
     };
-    let json = upstream.shared().client.get(path, ANSWER).await?;
+    // A client of its own: connections belong to the runtime of this call, which may end after it.
+    let key = upstream.config().key(upstream.name()).map_err(Fault::protocol)?;
+    let json = Client::new(upstream.config(), key).get(path, ANSWER).await?;
     read(&json).ok_or_else(|| Fault::protocol("lists its models in an unknown form"))
 }
 

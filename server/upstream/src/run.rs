@@ -37,6 +37,9 @@ const LEGS: usize = 32;
 /// First pause before a repetition; doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
+/// Time for which counts are waited for after the end of a reply.
+const COUNTS: Duration = Duration::from_secs(5);
+
 /// Answers `request` with `events`.
 pub async fn run(model: UpstreamModel, request: Request, events: UnboundedSender<Event>) {
     let policies = model.policies().clone();
@@ -296,9 +299,12 @@ impl Run {
         let mut end = None;
         let ended = loop {
             let upstream = self.model.upstream().clone();
+            // Only counts may follow the end, and some servers keep the connection open.
+            let within = if end.is_some() { within.min(COUNTS) } else { within };
             let pieces = match stream.next(&upstream.shared().client, within).await {
                 Ok(Some(pieces)) => pieces,
                 Ok(None) => break Ok(Next::Read),
+                Err(_) if end.is_some() => break Ok(Next::Read),
                 Err(fault) => {
                     if fault.is_of_upstream() {
                         self.shared().breaker.ended(false);
@@ -541,7 +547,10 @@ impl Run {
             let before = std::mem::take(&mut stream.first);
             let left = within.saturating_sub(began.elapsed());
             let next = stream.next(client, left).await?;
-            let Some(next) = next else { return Ok(stream) };
+            let Some(next) = next else {
+                stream.first = before;
+                return Ok(stream);
+            };
             stream.first = before.into_iter().chain(next).collect();
         }
         Ok(stream)

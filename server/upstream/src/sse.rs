@@ -83,7 +83,7 @@ impl Events {
             let next = next.and_then(|bytes| counted.add(&bytes).map(|()| bytes));
             Some((next, (bytes, counted)))
         });
-        Self { events: SseStream::from_bytes_stream(bounded.boxed()).boxed() }
+        Self { events: SseStream::from_bytes_stream(bounded.boxed()).fuse().boxed() }
     }
 
     /// The data of the next event, `None` at the end. Waits at most `within` this time.

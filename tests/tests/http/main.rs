@@ -38,6 +38,7 @@ mod session;
 mod structure;
 mod talk;
 mod tolerance;
+mod upstream;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
