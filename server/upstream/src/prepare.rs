@@ -329,6 +329,7 @@ pub fn prepare(
     let reasoning = plan.reasoning.filter(|_| can_reason).or(wish);
     let limits =
         Limits::new(&request, profile.limits, &plan, default, reasons(reasoning), &mut notes);
+    let reasoning = if limits.budget == Some(0) && can_reason { Some(false) } else { reasoning };
     let of_profile = profile.sampling.map(|sampling| SamplingPatch {
         temperature: Some(sampling.temperature),
         top_p: Some(sampling.top_p).filter(|p| *p < 1.0),

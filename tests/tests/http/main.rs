@@ -12,6 +12,7 @@ mod clients;
 mod completions;
 mod connection;
 mod console;
+mod continued;
 mod embeddings;
 mod fields;
 mod fuzz;

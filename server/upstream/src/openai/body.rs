@@ -173,9 +173,13 @@ fn reasoning(
     let is_closed = ask.continuation.is_some_and(|continuation| !continuation.is_open);
     let is_always = capabilities.continues == crate::capability::Continues::Always;
     match capabilities.reasoning {
+        // Where the reasoning is closed, the message says so; a server that continues in any case renders another.
+        ReasoningField::Template if is_closed && is_always => {
+            variables.insert("enable_thinking".into(), false.into());
+        }
+        ReasoningField::Template if is_closed && capabilities.kind == Kind::Steersman => {}
         ReasoningField::Template => {
-            let wish = if is_closed && is_always { Some(false) } else { reasoning };
-            if let Some(wish) = wish {
+            if let Some(wish) = reasoning {
                 variables.insert("enable_thinking".into(), wish.into());
             }
         }
@@ -201,7 +205,8 @@ fn reasoning(
             }
         }
     }
-    if let (Some(field), Some(budget)) = (&capabilities.budget_field, budget) {
+    if let (Some(field), Some(budget)) = (&capabilities.budget_field, budget.filter(|_| !is_closed))
+    {
         set(field, budget.into());
     }
 }
