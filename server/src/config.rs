@@ -518,6 +518,8 @@ mod tests {
             "mcp",
             "mcp.servers.x",
             "models.x",
+            "upstreams.x",
+            "upstreams.x.capabilities",
             "profiles.x",
             "profiles.x.sampling",
             "profiles.x.limits",
