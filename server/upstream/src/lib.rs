@@ -7,7 +7,7 @@
 //! client.rs        HTTP with deadlines; fault.rs says what went wrong, without the key; sse.rs reads streams
 //! openai/          requests and replies of OpenAI's chat completions
 //! anthropic/       those of Anthropic's messages
-//! piece.rs         a part of a reply, in whichever protocol it came
+//! piece.rs         a part of a reply, in whichever protocol it came; stream.rs reads them
 //! segment.rs       texts in pieces about as long as tokens, for loops, budgets and policies
 //! prepare.rs       policies, plan and limits of a request
 //! reply.rs         what the client has of a reply
@@ -41,6 +41,7 @@ mod run;
 mod segment;
 mod sse;
 mod steer;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod upstream;

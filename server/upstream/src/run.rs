@@ -17,7 +17,6 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::anthropic;
-use crate::client::Client;
 use crate::config::Protocol;
 use crate::fault::{Fault, FaultKind};
 use crate::hooks::Hooks;
@@ -28,6 +27,7 @@ use crate::reply::Reply;
 use crate::segment::Pieces;
 use crate::sse::Events;
 use crate::steer::{Next, Steer};
+use crate::stream::{Reader, Stream};
 use crate::upstream::{Shared, UpstreamModel};
 use crate::usage::Use;
 
@@ -149,73 +149,6 @@ struct Run {
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
     generated_ids: u32,
-}
-
-/// A reply of the upstream that has begun.
-struct Stream {
-    events: Option<Events>,
-    reader: Reader,
-    /// Pieces that were read with the first.
-    first: Vec<Piece>,
-}
-
-/// Reads the events of a protocol.
-enum Reader {
-    OpenAi(openai::Reader),
-    Anthropic(anthropic::Reader),
-}
-
-impl Reader {
-    fn read(&mut self, data: &str, out: &mut Vec<Piece>) -> Result<(), Fault> {
-        let json = serde_json::from_str(data)
-            .map_err(|error| Fault::protocol(format!("sent what is no JSON: {error}")))?;
-        self.read_json(&json, out)
-    }
-
-    fn read_json(&mut self, json: &serde_json::Value, out: &mut Vec<Piece>) -> Result<(), Fault> {
-        match self {
-            Self::OpenAi(reader) => reader.read(json, out),
-            Self::Anthropic(reader) => reader.read(json, out),
-        }
-    }
-
-    fn has_ended(&self) -> bool {
-        match self {
-            Self::OpenAi(reader) => reader.has_ended(),
-            Self::Anthropic(reader) => reader.has_ended(),
-        }
-    }
-}
-
-impl Stream {
-    /// The next pieces; `None` at the end.
-    async fn next(
-        &mut self,
-        client: &Client,
-        within: Duration,
-    ) -> Result<Option<Vec<Piece>>, Fault> {
-        if !self.first.is_empty() {
-            return Ok(Some(std::mem::take(&mut self.first)));
-        }
-        let Some(events) = &mut self.events else { return Ok(None) };
-        loop {
-            let data = events.next(client, within).await?;
-            let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
-                return match self.reader.has_ended() {
-                    true => Ok(None),
-                    false => Err(Fault::new(
-                        UpstreamFault::Unavailable,
-                        "ended its stream before the reply had ended",
-                    )),
-                };
-            };
-            let mut pieces = Vec::new();
-            self.reader.read(&data, &mut pieces)?;
-            if !pieces.is_empty() {
-                return Ok(Some(pieces));
-            }
-        }
-    }
 }
 
 impl Run {
