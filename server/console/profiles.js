@@ -32,6 +32,7 @@ function card(profile, state) {
       fact("Requests at once", limit(limits.requests)),
       profile.grants.length ? fact("Grants", profile.grants.join(", ")) : [],
       profile.mcp.length ? fact("Tools (MCP)", profile.mcp.join(", ")) : [],
+      profile.upstreams.length ? fact("Upstreams", profile.upstreams.join(", ")) : [],
       profile.policy_headers.length ? fact("Headers for policies", profile.policy_headers.join(", ")) : []),
     named.length ? h("div", {}, h("h3", {}, "Parameters"), h("dl", { class: "facts" }, named.map(([name, value]) => fact(name, typeof value === "string" ? value : `file ${value.file}`)))) : null);
 }

@@ -14,10 +14,12 @@ use serde_json::Value;
 use steersman_engine::config::{Config, context_note};
 use steersman_engine::policy::{Error, Policies, PolicyConfig, ProfilePolicies, Storage};
 use steersman_engine::request::Message;
+use steersman_upstream::is_upstream_of;
 
 use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, Source, is_listened_on};
 use crate::hub;
 use crate::keys::{self, Keys};
+use crate::models::problems_of_continuation;
 
 /// A file named by `warm`: the beginning of a chat request.
 #[derive(Deserialize)]
@@ -121,6 +123,13 @@ fn problems(
     // Loading the policies would create the file.
     config.policy.trace_file = PathBuf::new();
     problems.extend(problems_of_policies(&config, storage));
+    // Policies that cannot be loaded have a problem already.
+    if !server.upstreams.is_empty()
+        && let Ok(policies) = Policies::load(&config.policy, &config.profile_policies(), storage)
+    {
+        let report = policies.report();
+        problems.extend(problems_of_continuation(&report, &server, |_| None));
+    }
     problems.extend(problems_of_warm_files(&config));
     located.extend(problems.into_iter().map(|problem| source.locate(problem)));
     // Those without a line come last.
@@ -177,8 +186,11 @@ fn models<'a>(server: &'a ServerConfig, config: &'a Config) -> Vec<(String, &'a 
     models.extend(
         on_demand.map(|(name, model)| (format!("models.{name}.path"), model.path.as_str())),
     );
-    let profiles =
-        server.profile_models.iter().filter(|(_, model)| !server.models.contains_key(*model));
+    let is_here = |model: &String| {
+        let is_of_upstream = is_upstream_of(model, |name| server.upstreams.contains_key(name));
+        !server.models.contains_key(model) && is_of_upstream.is_none()
+    };
+    let profiles = server.profile_models.iter().filter(|(_, model)| is_here(model));
     models.extend(profiles.map(|(name, model)| (format!("profiles.{name}.model"), model.as_str())));
     models
 }

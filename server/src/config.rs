@@ -9,6 +9,7 @@ mod models;
 mod problems;
 mod read;
 mod unit;
+mod upstreams;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,6 +26,7 @@ use steersman_engine::policy::{
     Counted, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };
 use steersman_engine::request::Sampling;
+use steersman_upstream::UpstreamConfig;
 use tokio::sync::watch;
 
 use self::mcp::McpConfig;
@@ -58,6 +60,8 @@ pub struct FileConfig {
     pub mcp: McpConfig,
     /// Models that are loaded on demand, by name.
     pub models: BTreeMap<String, OnDemandConfig>,
+    /// Servers that compute models, by name.
+    pub upstreams: BTreeMap<String, UpstreamConfig>,
     /// Further names of models: `MODEL` or `MODEL@PROFILE` by alias.
     pub aliases: BTreeMap<String, String>,
     /// Profiles by name.
@@ -123,6 +127,9 @@ pub struct ServerConfig {
     /// [`FileConfig::models`]
     #[serde(skip)]
     pub models: BTreeMap<String, OnDemandConfig>,
+    /// [`FileConfig::upstreams`]
+    #[serde(skip)]
+    pub upstreams: BTreeMap<String, UpstreamConfig>,
     /// [`FileConfig::aliases`]
     #[serde(skip)]
     pub aliases: BTreeMap<String, String>,
@@ -137,6 +144,8 @@ pub struct ProfileAccess {
     pub requests: usize,
     /// MCP servers (SERVER) and tools (SERVER__TOOL) that its requests may use.
     pub mcp: Vec<String>,
+    /// Upstreams (UPSTREAM) and their models (UPSTREAM/MODEL) that its requests may name.
+    pub upstreams: Vec<String>,
     /// [`ProfilePolicies::trace_text`]
     pub trace_text: bool,
     /// Names of HTTP headers whose values the policies see, in lower case.
@@ -149,7 +158,8 @@ pub struct ProfileAccess {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProfileConfig {
-    /// Model of the profile: a name in `[models]`, or a path as `model.path`; empty for that of `[model]`.
+    /// Model of the profile: a name in `[models]`, UPSTREAM/MODEL, or a path as `model.path`; empty for that of
+    /// `[model]`.
     /// Each model is loaded once.
     pub model: String,
     /// [`ProfilePolicies::policies`]
@@ -169,6 +179,8 @@ pub struct ProfileConfig {
     pub api_keys: Vec<SecretString>,
     /// [`ProfileAccess::mcp`]
     pub mcp: Vec<String>,
+    /// [`ProfileAccess::upstreams`]
+    pub upstreams: Vec<String>,
     /// [`ProfileAccess::policy_headers`]
     pub policy_headers: Vec<String>,
     /// [`Profile::routes`]
@@ -235,6 +247,7 @@ impl Default for ProfileConfig {
             trace_text,
             api_keys: Vec::new(),
             mcp: Vec::new(),
+            upstreams: Vec::new(),
             policy_headers: Vec::new(),
             routes: Vec::new(),
             limits: LimitsConfig::default(),
@@ -265,10 +278,17 @@ impl ProfileConfig {
             warm: self.warm,
             sampling: self.sampling,
         };
-        let Self { api_keys, mcp, trace_text, policy_headers, .. } = self;
+        let Self { api_keys, mcp, upstreams, trace_text, policy_headers, .. } = self;
         let settings = profile.clone();
-        let access =
-            ProfileAccess { api_keys, requests, mcp, trace_text, policy_headers, settings };
+        let access = ProfileAccess {
+            api_keys,
+            requests,
+            mcp,
+            upstreams,
+            trace_text,
+            policy_headers,
+            settings,
+        };
         (profile, access)
     }
 }
@@ -299,6 +319,7 @@ impl Default for ServerConfig {
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
             models: BTreeMap::new(),
+            upstreams: BTreeMap::new(),
             aliases: BTreeMap::new(),
         }
     }
@@ -368,6 +389,7 @@ impl FileConfig {
         problems.extend(problems_of_keys(of_server.into_iter().chain(keys)));
         problems.extend(self.mcp.problems());
         problems.extend(self.problems_of_models());
+        problems.extend(self.problems_of_upstreams());
         for (name, profile) in &self.profiles {
             problems.extend(profile.problems(name));
             let key = format!("profiles.{name}.mcp");
@@ -382,6 +404,7 @@ impl FileConfig {
         let Self { mut server, model, engine, speculation, store, policy, mcp, models, .. } = self;
         let (aliases, sections) = (self.aliases, self.profiles);
         (server.models, server.aliases) = (models, aliases);
+        server.upstreams = self.upstreams;
         (server.mcp, server.trace_requests) = (mcp, policy.trace_requests);
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
@@ -496,6 +519,8 @@ mod tests {
             "mcp",
             "mcp.servers.x",
             "models.x",
+            "upstreams.x",
+            "upstreams.x.capabilities",
             "profiles.x",
             "profiles.x.sampling",
             "profiles.x.limits",

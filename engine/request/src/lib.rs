@@ -47,6 +47,8 @@ pub struct Request {
     pub messages: Vec<Message>,
     /// A prompt that takes the place of the rendered conversation.
     pub prompt: Option<RawPrompt>,
+    /// Where the reply continues the last message, which is the assistant's; `None` begins a message.
+    pub continues: Option<Continued>,
     /// Tools that the model may call, as sent by the client: `{"type": "function", "function": ..}`.
     pub tools: Vec<Value>,
     /// Which tools the model may or must call.
@@ -234,6 +236,15 @@ impl Effort {
             Self::None | Self::Minimal | Self::High | Self::XHigh | Self::Max => None,
         }
     }
+}
+
+/// The part of a message in which a reply continues it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Continued {
+    /// Its reasoning, which goes on.
+    Reasoning,
+    /// Its answer; its reasoning, if it has some, has ended.
+    Answer,
 }
 
 /// Which tools the model may or must call.

@@ -17,6 +17,7 @@
 pub mod apply;
 pub mod commit;
 pub mod constrain;
+mod continued;
 pub mod deliver;
 pub mod drafting;
 pub mod expected;

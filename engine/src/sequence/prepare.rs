@@ -16,6 +16,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use super::continued::{continued, continued_tokens};
 use super::limits::{Bounds, Limits};
 use super::unsteered::unsteered;
 use crate::config::{Profile, ProfileLimits};
@@ -275,6 +276,8 @@ impl Preparer {
         // A prompt that runs for the first choice is saved by that.
         let save_points = match prompts.is_of_first(&prompt) {
             true => Vec::new(),
+            // Its last message is none that a template has rendered.
+            false if job.request.continues.is_some() => Vec::new(),
             false => self.save_points(&job.request, reasoning, &prompt, &plan)?,
         };
         notes.extend(policy.take_notes());
@@ -363,14 +366,27 @@ impl Preparer {
         if let Some(prompt) = &job.request.prompt {
             return Ok((self.text.raw_prompt(prompt)?, Vec::new()));
         }
-        let mut prompt = self.text.render_prompt(&Variables::of(&job.request, reasoning))?;
+        let continued = continued(&job.request);
+        let mut variables = Variables::of(&job.request, reasoning);
+        if let Some((message, _)) = continued {
+            variables.messages = &job.request.messages[..job.request.messages.len() - 1];
+            let reasons = message.reasoning_content.is_some();
+            variables.reasoning =
+                if self.text.supports_reasoning() { Some(reasons) } else { reasoning };
+        }
+        let mut prompt = self.text.render_prompt(&variables)?;
         // The template may repeat what the client sent once.
         let (bytes, limit) = (prompt.bytes(), self.prompt_bytes);
         if bytes > limit {
             return Err(RequestError::PromptBytes { bytes, limit }.into());
         }
         job.check(STAGE)?;
-        Ok((self.text.encode_rendered(&prompt)?, prompt.take_notes()))
+        let mut tokens = self.text.encode_rendered(&prompt)?;
+        if let Some((message, part)) = continued {
+            let begun = continued_tokens(&self.text, &tokens, message, part)?;
+            tokens.extend(begun);
+        }
+        Ok((tokens, prompt.take_notes()))
     }
 
     /// Most tokens of a prompt.

@@ -15,7 +15,6 @@ use parking_lot::{Mutex, RwLock};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
-use steersman_engine::Engine;
 use steersman_engine::policy;
 use subtle::ConstantTimeEq;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -25,7 +24,7 @@ use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
 use crate::keys::{self, Configured, KeyDigest, KeyFile, Opens, State};
 use crate::link::Link;
-use crate::models::{Lease, Models};
+use crate::models::{Backend, Lease, Models};
 use crate::throttle::Throttle;
 use crate::words::suggestion;
 
@@ -387,8 +386,8 @@ pub struct Destination {
 
 /// A request whose model is loaded.
 pub struct Admission {
-    /// The model's engine.
-    pub engine: Engine,
+    /// What answers the requests of the model.
+    pub backend: Backend,
     /// Keeps the model loaded.
     pub lease: Arc<Lease>,
     /// The profile that steers it.
@@ -449,6 +448,12 @@ impl Destination {
                 return ApiError::profile_not_found(profile, models.profiles());
             };
             let (served, name) = (models.name(own), models.name(named));
+            if models.is_of_upstream(named) {
+                return ApiError::model_not_found(format!(
+                    "the profile `{profile}` may not use `{name}`, a model of an upstream; its operator can grant \
+                     it (profiles.{profile}.upstreams)"
+                ));
+            }
             ApiError::model_not_found(format!(
                 "the profile `{profile}` uses the model `{served}`, not `{name}`: ask for \
                  `{served}`, or for another profile as `{name}@PROFILE` (see GET /v1/models)"
@@ -470,8 +475,8 @@ impl Destination {
     /// 503 if that is not possible, 504 if `deadline` is over.
     pub async fn admit(self, models: &Models, deadline: Instant) -> Result<Admission, ApiError> {
         let lease = models.acquire(self.index, deadline).await?;
-        let (engine, lease) = (lease.engine().clone(), Arc::new(lease));
-        Ok(Admission { engine, lease, profile: self.profile, model: self.model })
+        let (backend, lease) = (lease.engine().clone(), Arc::new(lease));
+        Ok(Admission { backend, lease, profile: self.profile, model: self.model })
     }
 }
 

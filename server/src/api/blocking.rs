@@ -26,5 +26,6 @@ pub fn internal(error: impl Display) -> ApiError {
         message: "the server failed; its log has the details".into(),
         request_id: String::new(),
         is_about_prompt: false,
+        retry_after_s: None,
     }
 }

@@ -267,7 +267,7 @@ impl Protocol for Completions {
                     Ok(text.clone())
                 }
                 Some(RawPrompt::Tokens(tokens)) => {
-                    place.admission.engine.detokenize("prompt", tokens)
+                    place.admission.backend.detokenize("prompt", tokens)
                 }
                 None => Ok(String::new()),
             };
@@ -398,6 +398,7 @@ impl Completions {
             | Event::Embedding(_)
             | Event::Rewound { .. }
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. }
             | Event::Failed(_) => {}
         }

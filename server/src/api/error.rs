@@ -12,6 +12,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use steersman_engine::policy::nearest;
+use steersman_engine::request::UpstreamFault;
 use steersman_engine::{Error, RequestError, policy};
 
 pub use self::body::{AnthropicError, Dialect, ErrorBody, OllamaError, OpenAiError};
@@ -25,12 +26,15 @@ const RETRY_AFTER_SECONDS: u32 = 2;
 /// `code` of errors for lack of room.
 const NO_ROOM: &str = "server_busy";
 
+/// `code` of errors of upstreams that are overloaded or cannot be reached.
+const UPSTREAM_UNAVAILABLE: &str = "upstream_unavailable";
+
 /// `code` of errors while the models are loaded, and while the server stops.
 const LOADING: &str = "server_loading";
 const STOPPING: &str = "server_stopping";
 
 /// `code` of errors with status 503 that pass without a change by anyone.
-const PASSING: [&str; 3] = [NO_ROOM, LOADING, STOPPING];
+const PASSING: [&str; 4] = [NO_ROOM, UPSTREAM_UNAVAILABLE, LOADING, STOPPING];
 
 /// `code` of errors about a key that has expired.
 pub const KEY_EXPIRED: &str = "key_expired";
@@ -65,6 +69,8 @@ pub struct ApiError {
     pub request_id: String,
     /// Whether it is about the prompt of a request, which each protocol sends in another field.
     pub is_about_prompt: bool,
+    /// Seconds after which the client may try again, if somebody said so.
+    pub retry_after_s: Option<u32>,
 }
 
 /// Names that other APIs have for a field, the most general name first. Whoever leaves such a field out loses what it asks for.
@@ -355,6 +361,24 @@ impl ApiError {
         Self::new(status, kind, "refused_by_policy", "", message)
     }
 
+    /// An upstream that did not answer.
+    fn of_upstream(fault: UpstreamFault, retry_after_s: Option<u64>, message: String) -> Self {
+        let (status, kind, code) = match fault {
+            UpstreamFault::Busy => {
+                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "upstream_busy")
+            }
+            UpstreamFault::Unavailable => {
+                (StatusCode::SERVICE_UNAVAILABLE, "server_error", UPSTREAM_UNAVAILABLE)
+            }
+            UpstreamFault::Failed => (StatusCode::BAD_GATEWAY, "server_error", "upstream_failed"),
+            UpstreamFault::TimedOut => {
+                (StatusCode::GATEWAY_TIMEOUT, "server_error", "upstream_timed_out")
+            }
+        };
+        let retry_after_s = retry_after_s.and_then(|seconds| u32::try_from(seconds).ok());
+        Self { retry_after_s, ..Self::new(status, kind, code, "", message) }
+    }
+
     /// An operation that the current state does not allow.
     pub fn conflict(code: &'static str, message: impl Into<String>) -> Self {
         Self::new(StatusCode::CONFLICT, INVALID, code, "", message)
@@ -414,7 +438,8 @@ impl ApiError {
     ) -> Self {
         let param = Some(cut(param.into(), PARAM_BYTES)).filter(|param| !param.is_empty());
         let (message, request_id) = (cut(message.into(), MESSAGE_BYTES), String::new());
-        Self { status, kind, code, param, message, request_id, is_about_prompt: false }
+        let (is_about_prompt, retry_after_s) = (false, None);
+        Self { status, kind, code, param, message, request_id, is_about_prompt, retry_after_s }
     }
 
     /// An error about the prompt of a request; [`Self::in_fields`] names its field.
@@ -450,7 +475,10 @@ impl ApiError {
         let mut response = (self.status, Json(self.body(dialect))).into_response();
         let headers = response.headers_mut();
         if self.status == StatusCode::TOO_MANY_REQUESTS || PASSING.contains(&self.code) {
-            headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
+            headers.insert(
+                header::RETRY_AFTER,
+                self.retry_after_s.unwrap_or(RETRY_AFTER_SECONDS).into(),
+            );
         }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -541,6 +569,13 @@ impl From<Error> for ApiError {
                     Self::new(status, "server_error", "route_unavailable", "", message)
                 }
                 RequestError::Field { field, .. } => Self::value(*field, message),
+                RequestError::UpstreamRefused { status, .. } => {
+                    let status = StatusCode::from_u16(*status).unwrap_or(StatusCode::BAD_REQUEST);
+                    Self::new(status, INVALID, "refused_by_upstream", "", message)
+                }
+                RequestError::Upstream { fault, retry_after_s, .. } => {
+                    Self::of_upstream(*fault, *retry_after_s, message)
+                }
             },
             Error::Policy(problem) => {
                 tracing::error!(details = %problem, "policy failed");

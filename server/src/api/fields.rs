@@ -65,6 +65,9 @@ pub const FIELDS: &[Field] = &[
     ("chat_template_kwargs", Read),
     ("reasoning_effort", Read),
     ("max_thinking_tokens", Read),
+    // Fields of vLLM.
+    ("continue_final_message", Read),
+    ("add_generation_prompt", Read),
     // Labels for the operator of a service, and for policies.
     ("user", Ignored),
     ("metadata", Ignored),

@@ -15,7 +15,7 @@ use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::Response;
 use serde_json::{Map, Value};
 use steersman_engine::request::{Choice, Choices, Event, Request};
-use steersman_engine::{Engine, Error, RequestError, policy};
+use steersman_engine::{Error, RequestError, policy};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 use tracing::Instrument;
@@ -32,6 +32,7 @@ use super::rounds;
 use super::route::Routes;
 use super::span::Arrival;
 use crate::mcp::Toolbox;
+use crate::models::Backend;
 use crate::shutdown::Shutdown;
 
 /// Seconds after which the client has no use for the reply.
@@ -135,8 +136,8 @@ async fn begin<P: Protocol>(
         is_stream,
         created,
     };
-    let routes = Routes::new(app, &admission.profile, deadline);
-    let (sources, head, protocol) = batch.submit(terms, &admission, &routes, log)?;
+    let routes = Routes::new(app, &admission, deadline);
+    let (sources, head, protocol) = batch.submit(terms, &admission, routes, log)?;
     let events = Events::new(sources, deadline, shutdown);
     Ok(Began { protocol, head, events, is_stream })
 }
@@ -190,9 +191,9 @@ impl<P: Protocol> Batch<P> {
 
     /// Adds the tools that the profile grants.
     async fn offer_tools(&mut self, app: &App, admission: &Admission) {
-        let Admission { profile, engine, .. } = admission;
+        let Admission { profile, backend, .. } = admission;
         for Job { request, toolbox } in &mut self.jobs {
-            let offered = app.mcp.offer(profile, engine, request, &mut self.notes).await;
+            let offered = app.mcp.offer(profile, backend, request, &mut self.notes).await;
             *toolbox = offered.map(Arc::new);
         }
     }
@@ -203,7 +204,7 @@ impl<P: Protocol> Batch<P> {
     /// 400 naming the field of the client.
     async fn check(&mut self, app: &App, admission: &Admission) -> Result<(), ApiError> {
         for (index, job) in self.jobs.iter().enumerate() {
-            let checked = admission.engine.check(&job.request);
+            let checked = admission.backend.check(&job.request);
             checked.map_err(|error| self.named(index, error.into()))?;
         }
         let jobs = check_lengths(app, admission, std::mem::take(&mut self.jobs)).await;
@@ -221,10 +222,10 @@ impl<P: Protocol> Batch<P> {
         self,
         terms: Terms<'_>,
         admission: &Admission,
-        routes: &Routes,
+        routes: Routes,
         log: &mut RequestLog,
     ) -> Result<(Vec<Source>, Head, P), ApiError> {
-        let (engine, span) = (&admission.engine, log.span());
+        let (backend, span) = (&admission.backend, log.span());
         let (mut body, mut followers) = (Vec::new(), Vec::new());
         for (number, Job { request, toolbox }) in self.jobs.into_iter().enumerate() {
             let request = Request {
@@ -239,15 +240,15 @@ impl<P: Protocol> Batch<P> {
                 ..request
             };
             let choices = numbered(&log.id, number * self.choices, self.choices, request);
-            followers.extend(Follower::all(&choices, toolbox.as_ref(), routes));
+            followers.extend(Follower::all(&choices, toolbox.as_ref(), &routes));
             body.push(choices);
         }
         let live = body.iter().flat_map(Choices::live).cloned().collect();
         log.tracked.queued(&admission.model, live);
-        let receivers = engine.submit_all(body)?;
+        let receivers = backend.submit_all(body)?;
         let sources = receivers.into_iter().zip(followers);
         let sources =
-            sources.map(|(events, follower)| follower.source(events, engine, routes)).collect();
+            sources.map(|(events, follower)| follower.source(events, backend, &routes)).collect();
         let Self { protocol, choices, tool_fields, notes, .. } = self;
         let (model, profile) = (admission.model.clone(), admission.profile.clone());
         let (id, created) = (log.id.clone(), terms.created);
@@ -288,14 +289,19 @@ impl Follower {
         }
     }
 
-    fn source(self, events: UnboundedReceiver<Event>, engine: &Engine, routes: &Routes) -> Source {
+    fn source(
+        self,
+        events: UnboundedReceiver<Event>,
+        backend: &Backend,
+        routes: &Routes,
+    ) -> Source {
         let Some(request) = self.request else { return Source::Engine(events) };
         let events = routes.follow(request.clone(), events);
         match self.toolbox {
             None => Source::Engine(events),
             Some(toolbox) => {
-                let (engine, routes) = (engine.clone(), routes.clone());
-                Source::Rounds(rounds::start(toolbox, engine, routes, request, events))
+                let (backend, routes) = (backend.clone(), routes.clone());
+                Source::Rounds(rounds::start(toolbox, backend, routes, request, events))
             }
         }
     }
@@ -336,7 +342,9 @@ async fn check_lengths(
     admission: &Admission,
     jobs: Vec<Job>,
 ) -> Result<Vec<Job>, (usize, ApiError)> {
-    let limit = admission.engine.info().context.saturating_sub(1);
+    // An upstream counts tokens itself.
+    let Some(engine) = admission.backend.engine().cloned() else { return Ok(jobs) };
+    let limit = engine.info().context.saturating_sub(1);
     let is_long = move |request: &Request| {
         let is_cut = request.embedding.is_some_and(|embedding| embedding.truncates);
         !is_cut && request.text_bytes() / BYTES_PER_TOKEN > limit
@@ -344,7 +352,6 @@ async fn check_lengths(
     if !jobs.iter().any(|job| is_long(&job.request)) {
         return Ok(jobs);
     }
-    let engine = admission.engine.clone();
     let check = move || {
         for (index, job) in jobs.iter().enumerate().filter(|(_, job)| is_long(&job.request)) {
             let failed = |error: Error| (index, error.into());

@@ -102,6 +102,7 @@ impl RequestLog {
             | Event::PromptToken(_)
             | Event::Logprob(_)
             | Event::Note { .. }
+            | Event::PromptCounted { .. }
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }

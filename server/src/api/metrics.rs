@@ -7,6 +7,7 @@ mod engines;
 mod policies;
 mod process;
 mod replies;
+mod upstreams;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,6 +28,7 @@ use self::policies::register_policies;
 use self::process::{register_build, register_process};
 use self::replies::Replies;
 pub use self::replies::ReplyMetrics;
+use self::upstreams::register_upstreams;
 use super::response_store::ResponseStore;
 use crate::connections::{Connections, Counts};
 use crate::models::Models;
@@ -208,6 +210,7 @@ pub fn text(
     }
     register_engines(registry, models);
     register_policies(registry, models.policies());
+    register_upstreams(registry, models.upstreams());
     let mut text = String::new();
     encode(&mut text, &all).expect("a string takes any text");
     text

@@ -48,7 +48,7 @@ pub struct ListedModel {
 }
 
 /// Where a model may be: [`Description::state`].
-pub const STATES: [&str; 5] = ["loaded", "loading", "unloading", "on disk", "missing"];
+pub const STATES: [&str; 6] = ["loaded", "loading", "unloading", "on disk", "missing", "upstream"];
 
 /// `GET /v1/models`: those that the caller may use.
 pub async fn list(
@@ -86,7 +86,14 @@ pub async fn described_for(
     // Without a profile in its name, a model is used by that of the key.
     names.retain(|name| {
         let profile = app.models.resolve(&name.name).and_then(|(_, profile)| profile);
-        profile.is_none_or(|profile| app.access.allow(caller, &profile).is_ok())
+        match (profile, caller) {
+            (Some(profile), _) => app.access.allow(caller, &profile).is_ok(),
+            // A key of a profile shows what that may use of the upstreams.
+            (None, Caller::Profile(own)) if app.models.is_of_upstream(name.index) => {
+                app.models.serving(Some(name.index), own).is_ok()
+            }
+            (None, _) => true,
+        }
     });
     Ok((names, described))
 }

@@ -53,6 +53,8 @@ struct ListedProfile {
     trace_text: bool,
     has_keys: bool,
     mcp: Vec<String>,
+    /// Upstreams and single models of them that its requests may name.
+    upstreams: Vec<String>,
     policy_headers: Vec<String>,
     /// Models and profiles to which its policies may route requests.
     routes: Vec<String>,
@@ -120,6 +122,7 @@ fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> 
         trace_text: policy.trace_text,
         has_keys: !profile.api_keys.is_empty(),
         mcp: profile.mcp.clone(),
+        upstreams: profile.upstreams.clone(),
         policy_headers: profile.policy_headers.clone(),
         routes: settings.routes.clone(),
         limits,

@@ -132,6 +132,8 @@ struct Partial {
     parts: Parts,
     prompt: Probabilities,
     embedding: Vec<f32>,
+    /// Tokens of the prompt, and those that were saved, as `Head::usage` has them of this reply.
+    told: (u32, u32),
     finished: Option<Finished>,
 }
 
@@ -237,10 +239,23 @@ impl<P: Protocol> Run<P> {
                     if self.head.is_first_choice(index) {
                         self.head.usage.prompt_tokens += prompt_tokens;
                         self.head.usage.cached_tokens += cached_tokens;
+                        reply.told = (*prompt_tokens, *cached_tokens);
                         let limits = (*max_tokens, *max_answer_tokens);
                         self.log.tracked.started(*prompt_tokens, *cached_tokens, limits);
                     }
                     self.head.times.started = self.log.elapsed_ns();
+                }
+                &Event::PromptCounted { prompt_tokens, cached_tokens } => {
+                    if self.head.is_first_choice(index) {
+                        // In place of what `Started` said.
+                        let (prompt, cached) = std::mem::take(&mut reply.told);
+                        let usage = &mut self.head.usage;
+                        usage.prompt_tokens =
+                            usage.prompt_tokens.saturating_sub(prompt) + prompt_tokens;
+                        usage.cached_tokens =
+                            usage.cached_tokens.saturating_sub(cached) + cached_tokens;
+                        reply.told = (prompt_tokens, cached_tokens);
+                    }
                 }
                 // A stream cannot take text back: answers are not revisable, and rewound reasoning
                 // continues after the text already sent.
@@ -290,7 +305,9 @@ impl<P: Protocol> Run<P> {
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
         let whole =
-            |Partial { parts: Parts { parts, logprobs, .. }, prompt, embedding, finished }| {
+            |Partial {
+                 parts: Parts { parts, logprobs, .. }, prompt, embedding, finished, ..
+             }| {
                 let finished: Option<Finished> = finished;
                 let finished = finished.expect("every request has finished");
                 let (parts, logprobs_of) = parts.into_iter().unzip();

@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use steersman_engine::policy::Labels;
 use steersman_engine::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
-use steersman_engine::{Engine, Error, RequestError};
+use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{Instant, sleep};
 
 use super::route::Routes;
 use crate::mcp::{Ran, Toolbox};
+use crate::models::Backend;
 
 /// Pause before a round is queued again while the queue is full: a reply in progress is not given up.
 const FULL_QUEUE: Duration = Duration::from_millis(100);
@@ -35,7 +36,7 @@ pub enum Progress {
 /// round and the call that run.
 pub fn start(
     toolbox: Arc<Toolbox>,
-    engine: Engine,
+    backend: Backend,
     routes: Routes,
     request: Arc<Request>,
     events: UnboundedReceiver<Event>,
@@ -47,7 +48,7 @@ pub fn start(
         let closed = out.clone();
         let mut rounds = Rounds {
             toolbox,
-            engine,
+            backend,
             routes,
             request,
             id,
@@ -69,7 +70,7 @@ pub fn start(
 
 struct Rounds {
     toolbox: Arc<Toolbox>,
-    engine: Engine,
+    backend: Backend,
     routes: Routes,
     /// The request of the current round. It is copied when the next one is made, if its route holds it still.
     request: Arc<Request>,
@@ -180,6 +181,9 @@ impl Rounds {
                 | Event::Logprob(_)
                 | Event::Routed { .. }
                 | Event::Note { .. } => {}
+                // Those of the first round are the reply's.
+                Event::PromptCounted { .. } if self.round > 0 => continue,
+                Event::PromptCounted { .. } => {}
             }
             self.send(event);
         }
@@ -290,7 +294,7 @@ impl Rounds {
     async fn submit(&mut self) -> Option<UnboundedReceiver<Event>> {
         self.toolbox.continues(&self.id, &self.request.id);
         loop {
-            match self.routes.submit(&self.engine, self.request.clone()) {
+            match self.routes.submit(&self.backend, self.request.clone()) {
                 Ok(events) => return Some(events),
                 Err(Error::Request(RequestError::QueueFull { .. })) => sleep(FULL_QUEUE).await,
                 Err(Error::Request(error)) if is_too_long(&error) => {

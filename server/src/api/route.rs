@@ -1,20 +1,33 @@
-//! Follows requests that a policy routes to another model or profile.
+//! Follows requests that a policy routes to another model or profile, and those that an upstream could not answer.
 //!
-//! The engine refuses such a request with [`RequestError::Routed`] before it has begun. Here it begins again at its
-//! destination, with the policies of that profile, and its events pass through. A request is routed once.
+//! An engine or an upstream refuses a routed request with [`RequestError::Routed`] before it has begun. Here it begins
+//! again at its destination, with the policies of that profile, and its events pass through. A request is routed once.
+//! A request whose upstream fails before the reply has begun begins again at the next model of the upstream's
+//! `fallback`. The fallbacks of that one do not count.
 //!
-//! The operator grants destinations with `routes` of a profile: the key of the client need not open them. The
-//! limit on requests of the destination applies.
+//! The operator grants destinations with `routes` of a profile and `fallback` of an upstream: the key of the client need
+//! not open them. The limit on requests of the destination applies.
 
 use std::sync::Arc;
 
 use steersman_engine::request::{Event, Request};
-use steersman_engine::{Engine, Error, RequestError};
+use steersman_engine::{Error, RequestError};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
+use super::access::Admission;
 use super::app::App;
-use crate::models::Models;
+use crate::models::{Backend, Lease, Models};
+
+/// A request that has begun elsewhere: the event that says so, what it keeps until it has ended, and its events.
+type Taken = (Event, Kept, UnboundedReceiver<Event>);
+
+/// What a request keeps at its destination.
+struct Kept {
+    _permit: Option<OwnedSemaphorePermit>,
+    _lease: Lease,
+}
 
 /// Where the requests of a profile go if a policy routes them.
 #[derive(Clone)]
@@ -24,32 +37,36 @@ pub struct Routes {
     deadline: Instant,
     /// Whether the profile has routes.
     any: bool,
+    /// Where requests go that the upstream could not answer.
+    fallback: Arc<[String]>,
 }
 
 impl Routes {
-    /// The route of a profile, until `deadline`.
-    pub fn new(app: &Arc<App>, profile: &str, deadline: Instant) -> Self {
+    /// The routes of an admitted request, until `deadline`.
+    pub fn new(app: &Arc<App>, admission: &Admission, deadline: Instant) -> Self {
+        let profile = admission.profile.clone();
         let profiles = app.profiles.read();
-        let any = profiles.get(profile).is_some_and(|p| !p.settings.routes.is_empty());
-        Self { app: app.clone(), profile: profile.into(), deadline, any }
+        let any = profiles.get(&profile).is_some_and(|p| !p.settings.routes.is_empty());
+        let fallback = admission.backend.fallback().into();
+        Self { app: app.clone(), profile, deadline, any, fallback }
     }
 
     /// Queues a request and follows it.
     ///
     /// # Errors
-    /// The errors of [`Engine::submit`].
+    /// The errors of [`Backend::submit`].
     pub fn submit(
         &self,
-        engine: &Engine,
+        backend: &Backend,
         request: Arc<Request>,
     ) -> Result<UnboundedReceiver<Event>, Error> {
-        let events = engine.submit(Request::clone(&request))?;
+        let events = backend.submit(Request::clone(&request))?;
         Ok(self.follow(request, events))
     }
 
-    /// Whether the profile has routes.
+    /// Whether a request may begin again elsewhere.
     pub fn are_any(&self) -> bool {
-        self.any
+        self.any || !self.fallback.is_empty()
     }
 
     /// Follows a request that was queued and sends `events`.
@@ -58,7 +75,7 @@ impl Routes {
         request: Arc<Request>,
         mut events: UnboundedReceiver<Event>,
     ) -> UnboundedReceiver<Event> {
-        if !self.any {
+        if !self.are_any() {
             return events;
         }
         let (out, receiver) = unbounded_channel();
@@ -68,14 +85,26 @@ impl Routes {
                 first = events.recv() => first,
                 () = out.closed() => return,
             };
-            let Some(Event::Failed(Error::Request(RequestError::Routed { route }))) = first else {
-                first.into_iter().for_each(|event| drop(out.send(event)));
-                drop(request);
-                return pass(events, out, None::<()>).await;
-            };
-            let taken = tokio::select! {
-                taken = routes.take(&route, Arc::unwrap_or_clone(request)) => taken,
-                () = out.closed() => return,
+            let taken = match first {
+                Some(Event::Failed(Error::Request(RequestError::Routed { route }))) => {
+                    tokio::select! {
+                        taken = routes.take(&route, Arc::unwrap_or_clone(request)) => taken,
+                        () = out.closed() => return,
+                    }
+                }
+                Some(Event::Failed(Error::Request(error)))
+                    if error.is_of_upstream() && !routes.fallback.is_empty() =>
+                {
+                    tokio::select! {
+                        taken = routes.fall_back(error.into(), &request) => taken,
+                        () = out.closed() => return,
+                    }
+                }
+                first => {
+                    first.into_iter().for_each(|event| drop(out.send(event)));
+                    drop(request);
+                    return pass(events, out, None::<()>).await;
+                }
             };
             match taken {
                 Ok((routed, kept, events)) => {
@@ -88,23 +117,68 @@ impl Routes {
         receiver
     }
 
-    /// Begins `request` at the destination `route`. Returns the event that says so, what the request keeps until
-    /// it has ended, and its events.
-    async fn take(
-        &self,
-        route: &str,
-        request: Request,
-    ) -> Result<(Event, impl Send + use<>, UnboundedReceiver<Event>), Error> {
+    /// Begins `request` at the first fallback whose reply begins, after the upstream has failed with `error`.
+    async fn fall_back(&self, mut error: Error, request: &Request) -> Result<Taken, Error> {
+        for name in self.fallback.iter() {
+            let id = &request.id;
+            tracing::warn!(id, fallback = name, %error, "upstream failed; asking the fallback");
+            let (routed, kept, mut events) = match self.at_fallback(name, request.clone()).await {
+                Ok(taken) => taken,
+                Err(closed) => {
+                    error = closed;
+                    continue;
+                }
+            };
+            match events.recv().await {
+                Some(Event::Failed(Error::Request(failed))) if failed.is_of_upstream() => {
+                    error = failed.into();
+                }
+                first => return Ok((routed, kept, after(first, events))),
+            }
+        }
+        Err(error)
+    }
+
+    /// Begins `request` at a fallback, with its own profile, to which the operator need not grant the model.
+    async fn at_fallback(&self, name: &str, request: Request) -> Result<Taken, Error> {
+        let closed = |problem: String| {
+            Error::Request(RequestError::RouteClosed { route: name.into(), problem })
+        };
+        let resolved = self.app.models.resolve(name);
+        let (index, profile) = resolved.ok_or_else(|| closed("there is no such model".into()))?;
+        let profile = profile.unwrap_or_else(|| self.profile.clone());
+        self.begin(index, profile, request).await.map_err(closed)?
+    }
+
+    /// Begins `request` at the destination `route`, to which a policy routes it.
+    async fn take(&self, route: &str, request: Request) -> Result<Taken, Error> {
         let closed = |problem: String| {
             Error::Request(RequestError::RouteClosed { route: route.into(), problem })
         };
         let models = &self.app.models;
         let (index, profile) = resolve(models, &self.profile, route)
             .ok_or_else(|| closed("there is no such model or profile".into()))?;
-        let permit = self.app.access.acquire(&profile);
-        let permit = permit.map_err(|error| closed(error.message.to_string()))?;
+        self.begin(index, profile, request).await.map_err(closed)?
+    }
+
+    /// Begins `request` at a model with a profile.
+    ///
+    /// # Errors
+    /// Why it takes no requests; or, within, the error of the request itself.
+    async fn begin(
+        &self,
+        index: usize,
+        profile: String,
+        request: Request,
+    ) -> Result<Result<Taken, Error>, String> {
+        let models = &self.app.models;
+        // That of its own profile it has.
+        let permit = match profile == self.profile {
+            true => None,
+            false => self.app.access.acquire(&profile).map_err(|error| error.message)?,
+        };
         let lease = models.acquire(index, self.deadline).await;
-        let lease = lease.map_err(|refusal| closed(refusal.to_string()))?;
+        let lease = lease.map_err(|refusal| refusal.to_string())?;
         let request = Request {
             id: format!("{}-routed", request.id),
             profile: profile.clone(),
@@ -112,10 +186,30 @@ impl Routes {
             is_routed: true,
             ..request
         };
-        let received = lease.engine().submit(request)?;
+        let received = match lease.engine().submit(request) {
+            Ok(received) => received,
+            Err(error) => return Ok(Err(error)),
+        };
         let routed = Event::Routed { model: models.name(index).into(), profile };
-        Ok((routed, (permit, lease), received))
+        Ok(Ok((routed, Kept { _permit: permit, _lease: lease }, received)))
     }
+}
+
+/// `events` with `first` before them.
+fn after(first: Option<Event>, mut events: UnboundedReceiver<Event>) -> UnboundedReceiver<Event> {
+    let (out, receiver) = unbounded_channel();
+    first.into_iter().for_each(|event| drop(out.send(event)));
+    tokio::spawn(async move {
+        loop {
+            let event = tokio::select! {
+                event = events.recv() => event,
+                () = out.closed() => return,
+            };
+            let Some(event) = event else { return };
+            let _ = out.send(event);
+        }
+    });
+    receiver
 }
 
 /// Forwards events until the stream ends or the receiver is dropped. Drops `kept` before the final event, so the permit

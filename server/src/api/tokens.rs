@@ -68,16 +68,16 @@ pub async fn tokenize(
 ) -> Result<Json<Tokenized>, ApiError> {
     let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
     let field = call.field;
-    app.mcp.offer(&admission.profile, &admission.engine, &mut call.request, &mut Vec::new()).await;
+    app.mcp.offer(&admission.profile, &admission.backend, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
-        let engine = &admission.engine;
-        let tokens = engine.tokenize(&call.request);
+        let backend = &admission.backend;
+        let tokens = backend.tokenize(&call.request);
         let tokens = tokens.map_err(|error| ApiError::from(error).in_fields(field, &[]))?;
         let texts = || -> Result<Vec<_>, Error> {
-            tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect()
+            tokens.iter().map(|token| backend.detokenize("tokens", &[*token])).collect()
         };
         let token_strs = call.with_pieces.then(texts).transpose()?;
-        let (count, max_model_len) = (tokens.len(), engine.info().context);
+        let (count, max_model_len) = (tokens.len(), backend.context().unwrap_or(0));
         Ok::<_, ApiError>(Tokenized { count, max_model_len, tokens, token_strs })
     });
     Ok(Json(reply.await??))
@@ -115,7 +115,7 @@ pub async fn detokenize(
     body: Body,
 ) -> Result<Json<Detokenized>, ApiError> {
     let (tokens, admission) = read(&app, &caller, &headers, body, parse_detokenize).await?;
-    let text = app.bodies.work(move || admission.engine.detokenize("tokens", &tokens)).await??;
+    let text = app.bodies.work(move || admission.backend.detokenize("tokens", &tokens)).await??;
     Ok(Json(Detokenized { prompt: text.clone(), content: text }))
 }
 
@@ -134,8 +134,8 @@ pub async fn apply_template(
     body: Body,
 ) -> Result<Json<Rendered>, ApiError> {
     let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
-    app.mcp.offer(&admission.profile, &admission.engine, &mut request, &mut Vec::new()).await;
-    let prompt = app.bodies.work(move || admission.engine.render(&request)).await?;
+    app.mcp.offer(&admission.profile, &admission.backend, &mut request, &mut Vec::new()).await;
+    let prompt = app.bodies.work(move || admission.backend.render(&request)).await?;
     let prompt = prompt.map_err(|error| ApiError::from(error).in_fields("messages", &[]))?;
     Ok(Json(Rendered { prompt }))
 }

@@ -30,6 +30,7 @@ impl FileConfig {
         let of_profiles = self.profiles.values().map(|profile| &profile.model);
         let of_profiles = of_profiles
             .filter(|model| !model.is_empty() && !self.models.contains_key(*model))
+            .filter(|model| !self.is_of_upstream(model))
             .map(|model| hub::name_of(model));
         let mut names: Vec<_> = first.into_iter().chain(of_profiles).collect();
         names.extend(self.models.keys().cloned());
@@ -83,7 +84,8 @@ impl FileConfig {
     /// alias of these, or a profile.
     fn problem_of_route(&self, profile: &str, route: &str, names: &[String]) -> Option<String> {
         let target = self.aliases.get(route).map_or(route, String::as_str);
-        let is_named = |model: &str| names.iter().any(|name| name == model);
+        let is_named =
+            |model: &str| names.iter().any(|name| name == model) || self.is_of_upstream(model);
         if is_named(target) {
             let serves = self.serves(target, profile);
             return (!serves).then(|| {
@@ -119,7 +121,7 @@ impl FileConfig {
         if self.aliases.contains_key(target) {
             return Some(format!("`{target}` is an alias itself; name its model"));
         }
-        if names.iter().any(|name| name == target) {
+        if names.iter().any(|name| name == target) || self.is_of_upstream(target) {
             return None;
         }
         let known: BTreeSet<_> = names.iter().map(|name| format!("`{name}`")).collect();
@@ -130,7 +132,7 @@ impl FileConfig {
                 "there is no model `{target}`; use {known}, or one of them with @PROFILE{near}"
             ));
         };
-        if !names.iter().any(|name| name == model) {
+        if !names.iter().any(|name| name == model) && !self.is_of_upstream(model) {
             let near = suggestion(model, names.iter().map(String::as_str));
             return Some(format!("there is no model `{model}`; use {known}{near}"));
         }
@@ -141,6 +143,9 @@ impl FileConfig {
 
     /// Whether requests of `profile` may use `model`.
     fn serves(&self, model: &str, profile: &str) -> bool {
+        if self.is_of_upstream(model) {
+            return self.is_granted(profile, model);
+        }
         let own = self.profiles.get(profile).map(|profile| profile.model.as_str());
         match own {
             None if profile != "default" => false,

@@ -33,7 +33,6 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use serde_json::{Map, Value};
-use steersman_engine::Engine;
 use steersman_engine::request::Request;
 
 pub use crate::config::mcp::{McpConfig, McpServerConfig};
@@ -45,6 +44,7 @@ use self::lengths::{Definition, Lengths};
 use self::server::PATIENCE;
 use crate::config::ServerConfig;
 use crate::config::mcp::{SEPARATOR, split};
+use crate::models::Backend;
 
 /// The servers, and what profiles may do with them.
 pub struct Mcp {
@@ -130,14 +130,14 @@ impl Mcp {
         })
     }
 
-    /// Adds to a request for `engine` the tools that its profile grants. `None` if there are none. What is missing is noted.
+    /// Adds to a request for `backend` the tools that its profile grants. `None` if there are none. What is missing is noted.
     ///
     /// A client's tool takes precedence over one of the same name. A client that names the tools that may be
     /// called gets no others.
     pub async fn offer(
         self: &Arc<Self>,
         profile: &str,
-        engine: &Engine,
+        backend: &Backend,
         request: &mut Request,
         notes: &mut Vec<String>,
     ) -> Option<Toolbox> {
@@ -147,7 +147,7 @@ impl Mcp {
         if !has_turns || allowed.as_ref().is_some_and(Vec::is_empty) {
             return None;
         }
-        if !engine.info().text.supports_tools() {
+        if !backend.supports_tools() {
             notes.push("mcp: the tools are left out: the model's chat template has none".into());
             return None;
         }
@@ -190,7 +190,7 @@ impl Mcp {
                 tools.insert(name, (server.to_string(), tool.name.clone()));
             }
         }
-        let too_long = self.lengths.take_too_long(&mut definitions, engine).await;
+        let too_long = self.lengths.take_too_long(&mut definitions, backend).await;
         request.tools.extend(definitions.into_iter().map(|one| one.definition));
         for name in &too_long {
             tools.remove(name);

@@ -14,6 +14,7 @@ use steersman_engine::tools::Machine;
 use steersman_files::FileName;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
 use steersman_models::pool::{Pool, Settings};
+use steersman_upstream::is_upstream_of;
 
 use super::starter::{Recipe, Running, Starter};
 use super::{Files, Models};
@@ -58,7 +59,11 @@ pub fn load(
     let further = further_models(&config, server);
     let on_demand = on_demand(&config, server);
     // Each engine gets the profiles that use its model.
-    config.profiles.retain(|name, _| !server.profile_models.contains_key(name));
+    let profiles = config.profiles.clone();
+    // That of `[model]` may answer for an upstream.
+    config.profiles.retain(|name, _| {
+        server.profile_models.get(name).is_none_or(|model| is_of_upstream(server, model))
+    });
     let start = |config: Config, found: &Found| {
         steersman_engine::start(config, &found.folder, data_dir, policies.clone())
             .with_context(|| format!("loading the model in {}", found.folder.display()))
@@ -120,8 +125,14 @@ pub fn load(
         let settings = Settings { name: name.clone(), keep_alive, pinned };
         models.add_on_demand(settings, Arc::new(recipe), &profiles);
     }
+    models.add_upstreams(server, &profiles)?;
     models.set_aliases(server.aliases.clone());
     Ok(Loaded { models, threads, bundled })
+}
+
+/// Whether an upstream computes `model`.
+fn is_of_upstream(server: &ServerConfig, model: &str) -> bool {
+    is_upstream_of(model, |name| server.upstreams.contains_key(name)).is_some()
 }
 
 /// How the configured device keeps weights.
@@ -186,6 +197,7 @@ fn further_models(config: &Config, server: &ServerConfig) -> Vec<Config> {
     for (name, model) in &server.profile_models {
         if let Some(profile) = config.profiles.get(name)
             && !server.models.contains_key(model)
+            && !is_of_upstream(server, model)
         {
             models.entry(model).or_default().insert(name.clone(), profile.clone());
         }

@@ -4,10 +4,12 @@
 //! `[models]` are loaded on demand, within the bytes of `server.models_bytes`: `steersman_models::pool` has
 //! the rules. A request holds a [`Lease`] until its reply has ended.
 
+mod backend;
 mod load;
 mod starter;
+mod upstream;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -18,11 +20,14 @@ use steersman_engine::{Engine, EngineThread};
 use steersman_models::facts::{Facts, Numbers, Unpacked};
 use steersman_models::pool::{self, Pool, Report};
 pub use steersman_models::pool::{Refusal, Settings, State};
+use steersman_upstream::Upstream;
 use tokio::time::Instant;
 
+pub use self::backend::Backend;
 pub use self::load::{Loaded, find, load, numbers};
 use self::starter::Starter;
 pub use self::starter::{Recipe, Running};
+pub use self::upstream::problems_of_continuation;
 
 /// How long a request waits for room if nothing says so; see `server.model_wait_s`.
 const WAIT: Duration = Duration::from_secs(60);
@@ -44,6 +49,7 @@ pub struct Models {
     policies: Arc<Policies>,
     /// How engines keep weights.
     numbers: Numbers,
+    upstreams: Vec<Upstream>,
 }
 
 #[derive(Clone)]
@@ -51,6 +57,8 @@ struct Served {
     /// The name for clients.
     name: String,
     on_demand: bool,
+    /// The profiles that may use it by name, if it is a model of an upstream.
+    granted: Option<BTreeSet<String>>,
     files: Option<Arc<dyn Files>>,
     facts: Arc<OnceLock<Arc<Facts>>>,
 }
@@ -71,7 +79,7 @@ impl<F: Fn() -> Option<PathBuf> + Send + Sync> Files for F {
 pub struct Description {
     /// The model's own name.
     pub name: String,
-    /// `loaded`, `loading`, `unloading`, `on disk`, or `missing` if its files are not on this machine.
+    /// `loaded`, `loading`, `unloading`, `on disk`, `missing` if its files are not on this machine, or `upstream`.
     pub state: &'static str,
     /// What its files say; `None` if they are missing, or not known.
     pub facts: Option<Arc<Facts>>,
@@ -107,7 +115,8 @@ impl Models {
         let profiles = engine.info().profiles.clone();
         let (served, of_profile, aliases) = (Vec::new(), BTreeMap::new(), Arc::default());
         let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
-        let mut models = Self { pool, served, of_profile, aliases, policies, numbers };
+        let upstreams = Vec::new();
+        let mut models = Self { pool, served, of_profile, aliases, policies, numbers, upstreams };
         models.add_loaded(engine, &profiles, bytes, files);
         models
     }
@@ -131,9 +140,10 @@ impl Models {
         files: Option<Arc<dyn Files>>,
     ) {
         let name = engine.info().model.clone();
-        let index = self.pool.add_loaded(&name, engine, bytes);
+        let index = self.pool.add_loaded(&name, engine.into(), bytes);
         self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
-        self.served.push(Served { name, on_demand: false, files, facts: Arc::default() });
+        let (granted, facts) = (None, Arc::default());
+        self.served.push(Served { name, on_demand: false, granted, files, facts });
     }
 
     /// Adds a model that is loaded on demand: for `profiles`, and for all that use the first model.
@@ -151,6 +161,7 @@ impl Models {
         self.served.push(Served {
             name,
             on_demand: true,
+            granted: None,
             files: Some(files),
             facts: Arc::default(),
         });
@@ -161,14 +172,14 @@ impl Models {
         *self.aliases.write() = aliases;
     }
 
-    /// The engine of a profile, if its model is loaded.
+    /// The engine of a profile, if its model is one of this process and loaded.
     pub fn of(&self, profile: &str) -> Option<Engine> {
-        self.pool.loaded(*self.of_profile.get(profile)?)
+        self.engine(*self.of_profile.get(profile)?)
     }
 
     /// The engine of `[model]`.
     pub fn first(&self) -> Engine {
-        self.pool.loaded(0).expect("the first model stays loaded")
+        self.engine(0).expect("the first model stays loaded")
     }
 
     /// Index of the model with this name.
@@ -181,14 +192,24 @@ impl Models {
         &self.served[index].name
     }
 
-    /// The engine of a model, if it is loaded: for reports, not for requests.
+    /// The engine of a model, if it has one and is loaded: for reports, not for requests.
     pub fn engine(&self, index: usize) -> Option<Engine> {
-        self.pool.loaded(index)
+        self.pool.loaded(index)?.into_engine()
+    }
+
+    /// The upstreams.
+    pub fn upstreams(&self) -> &[Upstream] {
+        &self.upstreams
+    }
+
+    /// Whether an upstream computes a model.
+    pub fn is_of_upstream(&self, index: usize) -> bool {
+        self.served[index].granted.is_some()
     }
 
     /// The engines of all loaded models, that of `[model]` first.
     pub fn engines(&self) -> Vec<Engine> {
-        (0..self.served.len()).filter_map(|index| self.pool.loaded(index)).collect()
+        (0..self.served.len()).filter_map(|index| self.engine(index)).collect()
     }
 
     /// The policies, which all models share.
@@ -206,12 +227,15 @@ impl Models {
         self.of_profile.keys().map(String::as_str)
     }
 
-    /// Names for clients: the first model's, those of models that are loaded on demand, `model@profile` for
-    /// each profile but `default`, and the aliases.
+    /// Names for clients: the first model's, those of models that are loaded on demand or that upstreams compute,
+    /// `model@profile` for each profile but `default`, and the aliases.
     pub fn names(&self) -> Vec<Name> {
         let name = |name: String, index| Name { name, index, alias_of: None };
         let own = self.served.iter().enumerate();
-        let own = own.filter(|(index, served)| *index == 0 || served.on_demand);
+        let own = own.filter(|(index, served)| {
+            let is_granted = served.granted.as_ref().is_some_and(|granted| !granted.is_empty());
+            *index == 0 || served.on_demand || is_granted
+        });
         let mut names: Vec<_> =
             own.map(|(index, served)| name(served.name.clone(), index)).collect();
         for (profile, &index) in self.of_profile.iter().filter(|(name, _)| *name != "default") {
@@ -256,10 +280,10 @@ impl Models {
 
     /// Whether requests of `profile` may use a model.
     fn serves(&self, index: usize, profile: &str) -> bool {
-        match self.of_profile.get(profile) {
-            Some(0) => index == 0 || self.served[index].on_demand,
-            own => own == Some(&index),
-        }
+        let Some(&own) = self.of_profile.get(profile) else { return false };
+        let served = &self.served[index];
+        let is_granted = served.granted.as_ref().is_some_and(|granted| granted.contains(profile));
+        own == index || own == 0 && served.on_demand || is_granted
     }
 
     /// The model of a request of `profile` that names model `named`, or none.
@@ -308,7 +332,7 @@ impl Models {
             name: name.clone(),
             state,
             facts: facts.get().cloned().filter(|_| !is_missing).or_else(read),
-            engine: self.pool.loaded(index),
+            engine: self.engine(index),
             report,
         }
     }
@@ -320,6 +344,9 @@ impl Models {
 
     /// State of a model with this report, for clients. Blocks while it looks for files.
     fn state(&self, index: usize, report: &Report) -> &'static str {
+        if self.is_of_upstream(index) {
+            return "upstream";
+        }
         let files = || self.served[index].files.as_ref().and_then(|files| files.folder());
         let is_missing = report.state == State::OnDisk && files().is_none();
         if is_missing { "missing" } else { report.state.name() }

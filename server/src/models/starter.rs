@@ -12,6 +12,8 @@ use steersman_models::pool;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::backend::Backend;
+
 /// How one model is loaded.
 pub trait Recipe: Send + Sync {
     /// The folder with its files.
@@ -82,13 +84,13 @@ impl Starter {
 }
 
 impl pool::Starter for Starter {
-    type Engine = Engine;
+    type Engine = Backend;
 
     fn bytes(&self, index: usize) -> Result<u64> {
         self.recipe(index)?.bytes()
     }
 
-    fn start(&self, index: usize) -> Result<Engine> {
+    fn start(&self, index: usize) -> Result<Backend> {
         let (engine, handle) = self.recipe(index)?.start()?;
         let ends = Arc::new(AtomicBool::new(false));
         let (ended, is_to_end, broken) = (engine.ended(), ends.clone(), self.broken.clone());
@@ -99,10 +101,11 @@ impl pool::Starter for Starter {
             }
         });
         self.threads.lock().insert(index, Thread { handle, ends });
-        Ok(engine)
+        Ok(engine.into())
     }
 
-    fn stop(&self, index: usize, engine: Engine) {
+    fn stop(&self, index: usize, backend: Backend) {
+        let Backend::Engine(engine) = backend else { return };
         let thread = self.threads.lock().remove(&index);
         if let Some(thread) = &thread {
             thread.ends.store(true, Ordering::SeqCst);

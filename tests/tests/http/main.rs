@@ -12,6 +12,7 @@ mod clients;
 mod completions;
 mod connection;
 mod console;
+mod continued;
 mod embeddings;
 mod fields;
 mod fuzz;
@@ -39,6 +40,7 @@ mod session;
 mod structure;
 mod talk;
 mod tolerance;
+mod upstream;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};

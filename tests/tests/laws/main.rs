@@ -27,4 +27,5 @@ mod route;
 mod speculation;
 mod structure;
 mod text;
+mod upstream;
 mod walls;

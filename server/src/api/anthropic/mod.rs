@@ -95,6 +95,7 @@ impl Protocol for Messages {
             | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. }
             | Event::Finished(_)
             | Event::Failed(_) => {}
@@ -198,10 +199,10 @@ pub async fn count_tokens(
     let admission = app.admit(&caller, &headers, model).await?;
     let mut requests = call?.requests;
     for request in &mut requests {
-        app.mcp.offer(&admission.profile, &admission.engine, request, &mut Vec::new()).await;
+        app.mcp.offer(&admission.profile, &admission.backend, request, &mut Vec::new()).await;
     }
     let tokens = app.bodies.work(move || {
-        let counts = requests.iter().map(|request| Ok(admission.engine.tokenize(request)?.len()));
+        let counts = requests.iter().map(|request| Ok(admission.backend.tokenize(request)?.len()));
         counts.sum::<Result<usize, steersman_engine::Error>>()
     });
     let tokens = tokens.await?;

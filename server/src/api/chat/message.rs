@@ -5,7 +5,7 @@
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::Value;
-use steersman_engine::request::{Message, ToolCall};
+use steersman_engine::request::{Continued, Message, ToolCall};
 
 use crate::api::error::ApiError;
 use crate::api::params;
@@ -44,6 +44,22 @@ pub struct MessageBody {
     // OpenAI's packages add what they parsed of a reply, here and in calls, and send it back.
     #[serde(rename = "parsed")]
     _parsed: Option<Value>,
+}
+
+impl MessageBody {
+    /// Where a reply can continue this message; `None` if it cannot.
+    pub fn continued(&self) -> Option<Continued> {
+        let is_ours = self.role.as_deref() == Some("assistant");
+        let has_calls = self.tool_calls.as_ref().is_some_and(|calls| !calls.is_empty());
+        let has_answer = self.content.as_ref().is_some_and(|content| !content.is_null());
+        let has_reasoning = self.reasoning_content.is_some() || self.reasoning.is_some();
+        match (has_answer, has_reasoning) {
+            _ if !is_ours || has_calls => None,
+            (true, _) => Some(Continued::Answer),
+            (false, true) => Some(Continued::Reasoning),
+            (false, false) => None,
+        }
+    }
 }
 
 #[derive(Deserialize, JsonSchema)]

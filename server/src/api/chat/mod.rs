@@ -136,6 +136,7 @@ impl Protocol for Chat {
             | Event::Embedding(_)
             | Event::Rewound { .. }
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. }
             | Event::Failed(_) => {}
         }

@@ -6,7 +6,7 @@
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use steersman_engine::request::Request;
+use steersman_engine::request::{Continued, Request};
 
 use super::Chat;
 use super::message::{self, MessageBody};
@@ -54,6 +54,11 @@ struct Body {
     reasoning_effort: Option<Effort>,
     /// Budget of the reasoning; 0 for none.
     max_thinking_tokens: Option<u32>,
+    /// Whether the reply continues the last message, which is the assistant's: its answer, or its reasoning if it has
+    /// no `content`.
+    continue_final_message: Option<bool>,
+    /// `false`, if at all, beside `continue_final_message`.
+    add_generation_prompt: Option<bool>,
 }
 
 /// The schema of a body.
@@ -109,8 +114,14 @@ impl Body {
         let mut notes = Vec::new();
         let (tool_fields, tools) =
             params::offered(tools(self.tools.unwrap_or_default(), &mut notes)?)?;
+        let continues = continued(
+            self.continue_final_message.unwrap_or(false),
+            self.add_generation_prompt,
+            self.messages.as_deref().unwrap_or_default(),
+        )?;
         let mut request = Request {
             messages: message::parse(self.messages, &mut notes)?,
+            continues,
             tools,
             template_variables,
             reasoning,
@@ -123,6 +134,11 @@ impl Body {
         };
         limit(&mut request, self.max_tokens, self.max_completion_tokens)?;
         structure::apply(structure, &mut request)?;
+        let has_answer = request.messages.last().is_some_and(|last| !last.content.is_empty());
+        if request.continues.is_some() && has_answer && request.response_format.is_some() {
+            let message = "continue_final_message: an answer in a form cannot be continued; leave the form out";
+            return Err(ApiError::unsupported("continue_final_message", message));
+        }
         probability.apply(&mut request)?;
         if request.ignores_end {
             // The client wants a reply of this length, whatever it consists of.
@@ -132,6 +148,38 @@ impl Body {
         let choices = params::choices(self.n, self.best_of)?;
         let protocol = Chat::new(self.stream_options, choices);
         Ok(Call { protocol, requests: vec![request], choices, tool_fields, notes })
+    }
+}
+
+/// Where the reply continues the last of `messages`, if the client asks for that.
+///
+/// # Errors
+/// 400 if it cannot be continued.
+fn continued(
+    is_asked: bool,
+    add_generation_prompt: Option<bool>,
+    messages: &[MessageBody],
+) -> Result<Option<Continued>, ApiError> {
+    match (is_asked, add_generation_prompt) {
+        (true, Some(true)) => {
+            let message = "add_generation_prompt: begins a message, and continue_final_message continues one; drop one";
+            return Err(ApiError::value("add_generation_prompt", message));
+        }
+        (false, Some(false)) => {
+            let message =
+                "add_generation_prompt: can be false only with \"continue_final_message\": true";
+            return Err(ApiError::unsupported("add_generation_prompt", message));
+        }
+        (false, _) => return Ok(None),
+        (true, _) => {}
+    }
+    match messages.last().and_then(MessageBody::continued) {
+        Some(part) => Ok(Some(part)),
+        None => {
+            let message = "continue_final_message: the last message must be the assistant's, with text and without \
+                           tool calls";
+            Err(ApiError::value("continue_final_message", message))
+        }
     }
 }
 

@@ -58,8 +58,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     /// As Ollama does, refuses a request for reasoning that the model cannot have.
     fn resolve(&mut self, at: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {
         let asks = |request: &Request| request.prompt.is_none() && request.reasoning == Some(true);
-        let text = &at.admission.engine.info().text;
-        if requests.iter().any(asks) && !text.can_be_told_to_reason() {
+        if requests.iter().any(asks) && !at.admission.backend.can_be_told_to_reason() {
             let model = &at.admission.model;
             let message = format!("think: `{model}` does not support thinking; leave it out");
             return Err(ApiError::unsupported("think", message));
@@ -96,6 +95,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             | Event::Started { .. }
             | Event::Rewound { .. }
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

@@ -139,6 +139,7 @@ impl Protocol for Responses {
             Event::Started { .. }
             | Event::Rewound { .. }
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

@@ -1,0 +1,263 @@
+//! What an upstream can: by the kind of server that it is, and what the configuration says instead.
+
+use serde::Deserialize;
+
+use crate::config::{CapabilityConfig, Protocol};
+
+/// The servers whose fields are known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+pub enum Kind {
+    /// OpenAI's own fields and no others: vendors, and servers that are not known.
+    #[default]
+    #[serde(rename = "openai")]
+    OpenAi,
+    /// vLLM.
+    #[serde(rename = "vllm")]
+    Vllm,
+    /// SGLang.
+    #[serde(rename = "sglang")]
+    Sglang,
+    /// llama.cpp's server.
+    #[serde(rename = "llama.cpp")]
+    LlamaCpp,
+    /// mlx_lm.server.
+    #[serde(rename = "mlx-lm")]
+    MlxLm,
+    /// Another Steersman.
+    #[serde(rename = "steersman")]
+    Steersman,
+    /// Anthropic's messages.
+    #[serde(rename = "anthropic")]
+    Anthropic,
+}
+
+/// How an upstream continues the message of the assistant that it has begun.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Continues {
+    /// It does not.
+    #[default]
+    Never,
+    /// It continues the last message if it is told to: `continue_final_message`, `add_generation_prompt`.
+    Told,
+    /// It continues a last message of the assistant in any case.
+    Always,
+}
+
+/// How an upstream is told to reason, or not to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReasoningField {
+    /// It cannot be told.
+    Never,
+    /// `reasoning_effort`.
+    #[default]
+    Effort,
+    /// `chat_template_kwargs.enable_thinking`.
+    Template,
+    /// `thinking` with `budget_tokens`.
+    Budget,
+    /// `thinking` without a budget, and `output_config.effort`.
+    Adaptive,
+}
+
+/// A form of answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FormKind {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that follows a schema.
+    JsonSchema,
+    /// A regular expression.
+    Regex,
+    /// A context-free grammar.
+    Grammar,
+    /// One of some texts.
+    Choice,
+}
+
+impl FormKind {
+    /// Its name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::JsonObject => "json-object",
+            Self::JsonSchema => "json-schema",
+            Self::Regex => "regex",
+            Self::Grammar => "grammar",
+            Self::Choice => "choice",
+        }
+    }
+}
+
+/// What an upstream can.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// The server that it is.
+    pub kind: Kind,
+    /// How it continues a message.
+    pub continues: Continues,
+    /// How it is told to reason.
+    pub reasoning: ReasoningField,
+    /// Its field for the limit on reasoning tokens, if it has one.
+    pub budget_field: Option<String>,
+    /// The forms that it enforces.
+    pub forms: Vec<FormKind>,
+    /// Whether it has tools.
+    pub tools: bool,
+    /// Whether it reports probabilities of tokens.
+    pub logprobs: bool,
+    /// Whether it reads `seed`.
+    pub seed: bool,
+    /// Whether it reads `top_k`.
+    pub top_k: bool,
+    /// Whether it reads sampling fields that OpenAI does not have: `min_p`, `min_tokens`, `ignore_eos`, and
+    /// `repetition_penalty`.
+    pub sampling: bool,
+    /// Whether it reads `chat_template_kwargs`.
+    pub template_variables: bool,
+    /// Whether it reads the reasoning of earlier messages.
+    pub earlier_reasoning: bool,
+    /// Whether a beginning of the answer in `<think>` and `</think>` is its reasoning.
+    pub think_tags: bool,
+}
+
+const ALL_FORMS: [FormKind; 5] = [
+    FormKind::JsonObject,
+    FormKind::JsonSchema,
+    FormKind::Regex,
+    FormKind::Grammar,
+    FormKind::Choice,
+];
+
+impl Capabilities {
+    /// Those of a kind of server, and what `config` says instead.
+    pub fn new(kind: Kind, config: &CapabilityConfig) -> Self {
+        let of_kind = Self::of(kind);
+        Self {
+            kind,
+            continues: config.continues.unwrap_or(of_kind.continues),
+            reasoning: config.reasoning.unwrap_or(of_kind.reasoning),
+            budget_field: match &config.budget_field {
+                Some(field) => Some(field.clone()).filter(|field| !field.is_empty()),
+                None => of_kind.budget_field,
+            },
+            forms: config.forms.clone().unwrap_or(of_kind.forms),
+            tools: config.tools.unwrap_or(of_kind.tools),
+            logprobs: config.logprobs.unwrap_or(of_kind.logprobs),
+            seed: config.seed.unwrap_or(of_kind.seed),
+            top_k: config.top_k.unwrap_or(of_kind.top_k),
+            sampling: config.sampling.unwrap_or(of_kind.sampling),
+            template_variables: config.template_variables.unwrap_or(of_kind.template_variables),
+            earlier_reasoning: config.earlier_reasoning.unwrap_or(of_kind.earlier_reasoning),
+            think_tags: config.think_tags.unwrap_or(of_kind.think_tags),
+        }
+    }
+
+    fn of(kind: Kind) -> Self {
+        let vendor = Self {
+            kind,
+            continues: Continues::Never,
+            reasoning: ReasoningField::Effort,
+            budget_field: None,
+            forms: vec![FormKind::JsonObject, FormKind::JsonSchema],
+            tools: true,
+            logprobs: true,
+            seed: true,
+            top_k: false,
+            sampling: false,
+            template_variables: false,
+            earlier_reasoning: false,
+            think_tags: true,
+        };
+        let local = Self {
+            continues: Continues::Told,
+            reasoning: ReasoningField::Template,
+            forms: ALL_FORMS.to_vec(),
+            top_k: true,
+            sampling: true,
+            template_variables: true,
+            earlier_reasoning: true,
+            ..vendor.clone()
+        };
+        match kind {
+            Kind::OpenAi => vendor,
+            Kind::Vllm => Self { budget_field: Some("thinking_token_budget".into()), ..local },
+            Kind::Sglang => Self {
+                forms: vec![
+                    FormKind::JsonObject,
+                    FormKind::JsonSchema,
+                    FormKind::Regex,
+                    FormKind::Grammar,
+                ],
+                ..local
+            },
+            Kind::LlamaCpp => Self {
+                continues: Continues::Always,
+                forms: vec![FormKind::JsonObject, FormKind::JsonSchema, FormKind::Grammar],
+                ..local
+            },
+            // It ignores fields that it does not know, forms among them.
+            Kind::MlxLm => {
+                Self { continues: Continues::Never, forms: Vec::new(), sampling: false, ..local }
+            }
+            Kind::Steersman => Self {
+                budget_field: Some("max_thinking_tokens".into()),
+                think_tags: false,
+                ..local
+            },
+            Kind::Anthropic => Self {
+                reasoning: ReasoningField::Budget,
+                forms: vec![FormKind::JsonSchema],
+                logprobs: false,
+                seed: false,
+                top_k: true,
+                think_tags: false,
+                ..vendor
+            },
+        }
+    }
+
+    /// Returns true if a message can be continued in its reasoning: then the reasoning can be closed.
+    pub fn continues_reasoning(&self) -> bool {
+        self.continues != Continues::Never && self.kind != Kind::Anthropic
+    }
+
+    /// Returns true if a message can be continued in its answer.
+    pub fn continues_answer(&self) -> bool {
+        self.continues != Continues::Never
+    }
+
+    /// The `family` that policies see: the protocol, and whether actions that change what was written apply.
+    pub fn family(&self, protocol: Protocol) -> String {
+        let continues = if self.continues_answer() { "+continue" } else { "" };
+        format!("{}{continues}", protocol.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_overrides_what_a_kind_can() {
+        let config: CapabilityConfig =
+            toml::from_str("continues = 'told'\nforms = ['regex']\nbudget_field = 'budget'")
+                .unwrap();
+        let capabilities = Capabilities::new(Kind::OpenAi, &config);
+        assert_eq!(capabilities.continues, Continues::Told);
+        assert_eq!(capabilities.forms, [FormKind::Regex]);
+        assert_eq!(capabilities.budget_field.as_deref(), Some("budget"));
+        assert_eq!(capabilities.reasoning, ReasoningField::Effort);
+        assert_eq!(capabilities.family(Protocol::OpenAi), "openai+continue");
+    }
+
+    #[test]
+    fn messages_of_anthropic_are_not_continued_in_their_reasoning() {
+        let config: CapabilityConfig = toml::from_str("continues = 'always'").unwrap();
+        let capabilities = Capabilities::new(Kind::Anthropic, &config);
+        assert!(capabilities.continues_answer() && !capabilities.continues_reasoning());
+        let default = Capabilities::new(Kind::Anthropic, &CapabilityConfig::default());
+        assert_eq!(default.family(Protocol::Anthropic), "anthropic");
+    }
+}

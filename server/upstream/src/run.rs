@@ -1,0 +1,604 @@
+//! One request, from its queue to its last event.
+//!
+//! The reply to it takes one request to the upstream, and another one for each cut. A request is repeated only while
+//! nothing of its reply has come. The client's first event is sent when the upstream's first piece is there: until
+//! then the request may still be answered elsewhere, by a fallback.
+//!
+//! Dropping the stream closes its connection, which is how the upstream learns that nobody wants the reply.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use steersman_policy_host::{Phase, Plan, SamplingPatch, Session, Summary, Vocabulary};
+use steersman_request::{
+    Error, Event, FinishReason, Finished, Request, RequestError, UpstreamFault, Usage,
+};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::anthropic;
+use crate::config::Protocol;
+use crate::fault::{Fault, FaultKind};
+use crate::hooks::Hooks;
+use crate::openai;
+use crate::piece::{Counts, Piece};
+use crate::prepare::{Ask, Continuation, Prepared, prepare};
+use crate::reply::Reply;
+use crate::segment::Pieces;
+use crate::sse::Events;
+use crate::steer::{Next, Steer};
+use crate::stream::{Reader, Stream};
+use crate::upstream::{Shared, UpstreamModel};
+use crate::usage::Use;
+
+/// Most requests to the upstream for one reply.
+const LEGS: usize = 32;
+
+/// First pause before a repetition; doubled with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+
+/// Time for which counts are waited for after the end of a reply.
+const COUNTS: Duration = Duration::from_secs(5);
+
+/// Answers `request` with `events`.
+pub async fn run(model: UpstreamModel, request: Request, events: UnboundedSender<Event>) {
+    let policies = model.policies().clone();
+    let start = move |request: &Request, vocabulary: &Arc<dyn Vocabulary>| {
+        Ok(policies.start(&request.profile, &request.id, vocabulary)?)
+    };
+    run_with(model, request, events, start).await;
+}
+
+/// [`run`] with the policies that `start` gives.
+pub async fn run_with(
+    model: UpstreamModel,
+    request: Request,
+    events: UnboundedSender<Event>,
+    policies: impl FnOnce(&Request, &Arc<dyn Vocabulary>) -> Result<Session, Error> + Send + 'static,
+) {
+    let deadline = request.deadline.map(Instant::from_std);
+    let (id, span) = (request.id.clone(), request.span.clone());
+    let late = async {
+        match deadline {
+            Some(deadline) => sleep_until(deadline).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::pin!(late);
+    let prepared = tokio::select! {
+        biased;
+        () = events.closed() => return,
+        () = &mut late => {
+            let error = RequestError::Deadline { stage: "being prepared" };
+            return drop(events.send(Event::Failed(error.into())));
+        }
+        prepared = start(&model, request, policies) => prepared,
+    };
+    let (prepared, pieces) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            span.log(|| tracing::debug!(id, %error, "request refused"));
+            return drop(events.send(Event::Failed(error)));
+        }
+    };
+    let mut run = Run::new(model, prepared, pieces, events.clone());
+    let ended = tokio::select! {
+        biased;
+        () = events.closed() => {
+            span.log(|| tracing::debug!(id, "request cancelled"));
+            return run.finish("cancelled").await.map_or((), drop);
+        }
+        () = &mut late => {
+            let stage = if run.has_started { "being decoded" } else { "waiting" };
+            Err(RequestError::Deadline { stage }.into())
+        }
+        ended = run.drive() => ended,
+    };
+    match ended {
+        Ok(reason) => run.finished(reason).await,
+        Err(error) => {
+            span.log(|| tracing::debug!(id, %error, "request failed"));
+            run.finish("error").await;
+            run.reply.send(Event::Failed(error));
+        }
+    }
+}
+
+/// Starts the policies of a request, and asks them for their plan, on a thread.
+async fn start(
+    model: &UpstreamModel,
+    request: Request,
+    policies: impl FnOnce(&Request, &Arc<dyn Vocabulary>) -> Result<Session, Error> + Send + 'static,
+) -> Result<(Prepared, Arc<Pieces>), Error> {
+    let (model, pieces) = (model.clone(), Pieces::new());
+    let vocabulary: Arc<dyn Vocabulary> = pieces.clone();
+    let prepare = move || {
+        let span = request.span.clone();
+        let _entered = span.0.enter();
+        let session = policies(&request, &vocabulary)?;
+        prepare(&model, request, session)
+    };
+    let prepared = tokio::task::spawn_blocking(prepare).await;
+    let prepared = prepared
+        .map_err(|panic| Error::Panic { stage: "being prepared", message: panic.to_string() })?;
+    Ok((prepared?, pieces))
+}
+
+/// A request that runs.
+struct Run {
+    model: UpstreamModel,
+    request: Request,
+    reasoning: Option<bool>,
+    sampling: SamplingPatch,
+    fingerprint: String,
+    steer: Steer,
+    reply: Reply,
+    who: Use,
+    has_started: bool,
+    /// The prompt, as the client was told and as it was counted.
+    prompt: Counts,
+    told: Counts,
+    /// Tokens of earlier parts of the reply, of those parts that the upstream has counted.
+    counted: u32,
+    /// Pieces of the reply before the part that is being written.
+    before: u32,
+    /// The counts of the part that is being written.
+    counts: Counts,
+    /// Whether the reply was cut.
+    has_cuts: bool,
+    blocks: Vec<serde_json::Value>,
+    wanted_back: Vec<(String, Option<serde_json::Value>)>,
+    generated_ids: u32,
+}
+
+impl Run {
+    fn new(
+        model: UpstreamModel,
+        prepared: Prepared,
+        pieces: Arc<Pieces>,
+        events: UnboundedSender<Event>,
+    ) -> Self {
+        let Prepared { request, session, plan, reasoning, limits, sampling, notes, fingerprint } =
+            prepared;
+        let hooks = Hooks::new(session, request.span.clone());
+        let reply = Reply::new(&request, events, hooks.judges_calls, notes);
+        let who = Use {
+            model: model.model().into(),
+            profile: request.profile.clone(),
+            key: request.caller.key.clone(),
+        };
+        let without = model.upstream().config().without_continuation;
+        let plan: Plan = plan;
+        let steer = Steer::new(hooks, &plan, limits, model.capabilities(), without, pieces);
+        Self {
+            model,
+            request,
+            reasoning,
+            sampling,
+            fingerprint,
+            steer,
+            reply,
+            who,
+            has_started: false,
+            prompt: Counts::default(),
+            told: Counts::default(),
+            counted: 0,
+            before: 0,
+            counts: Counts::default(),
+            has_cuts: false,
+            blocks: Vec::new(),
+            wanted_back: Vec::new(),
+            generated_ids: 0,
+        }
+    }
+
+    fn shared(&self) -> &Shared {
+        self.model.upstream().shared()
+    }
+
+    fn error(&self, fault: Fault) -> Error {
+        fault.error(self.model.upstream().name())
+    }
+
+    /// Runs the request to the end of its reply.
+    async fn drive(&mut self) -> Result<FinishReason, Error> {
+        let upstream = self.model.upstream().clone();
+        let permit = upstream.shared().gate.enter().await;
+        let _permit = permit.map_err(|fault| self.error(fault))?;
+        let mut continuation = None;
+        for _ in 0..LEGS {
+            match self.leg(continuation.as_ref()).await? {
+                Next::End(reason) => return Ok(reason),
+                Next::Read => return Ok(FinishReason::Stop),
+                Next::Cut => {
+                    self.has_cuts = true;
+                    self.steer.cut(&mut self.reply);
+                    let before = Continuation::of_client(&self.request);
+                    continuation = Some(self.reply.continuation().after(before));
+                }
+            }
+        }
+        let reason = format!("the policies cut the reply {LEGS} times");
+        self.reply.note(reason.clone());
+        Ok(FinishReason::Policy(reason))
+    }
+
+    /// One request to the upstream.
+    async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
+        self.counts = Counts::default();
+        self.before = self.reply.tokens();
+        let mut stream = self.open(continuation).await?;
+        let within = self.model.upstream().config().piece_timeout();
+        let mut end = None;
+        let ended = loop {
+            let upstream = self.model.upstream().clone();
+            // Only counts may follow the end, and some servers keep the connection open.
+            let within = if end.is_some() { within.min(COUNTS) } else { within };
+            let pieces = match stream.next(&upstream.shared().client, within).await {
+                Ok(Some(pieces)) => pieces,
+                Ok(None) => break Ok(Next::Read),
+                Err(_) if end.is_some() => break Ok(Next::Read),
+                Err(fault) => {
+                    if fault.is_of_upstream() {
+                        self.shared().breaker.ended(false);
+                    }
+                    self.shared().usage.failed(&self.who);
+                    break Err(self.error(fault));
+                }
+            };
+            let mut next = Next::Read;
+            for piece in pieces {
+                if let Piece::End(reason) = piece {
+                    end = Some(reason);
+                    continue;
+                }
+                next = self.take(piece, end.is_some()).await?;
+                if next != Next::Read {
+                    break;
+                }
+            }
+            if next != Next::Read {
+                break Ok(next);
+            }
+        };
+        drop(stream);
+        self.count();
+        match ended? {
+            Next::Read => self.end_of_stream(end.unwrap_or(FinishReason::Stop)).await,
+            next => Ok(next),
+        }
+    }
+
+    /// The end of a stream that was read to its end.
+    async fn end_of_stream(&mut self, reason: FinishReason) -> Result<Next, Error> {
+        self.steer.end(&mut self.reply);
+        match self.end_call(reason == FinishReason::Length).await? {
+            Next::Read => {}
+            next => return Ok(next),
+        }
+        self.steer.release(&mut self.reply).await?;
+        Ok(Next::End(reason))
+    }
+
+    /// Takes a piece of the stream.
+    async fn take(&mut self, piece: Piece, has_ended: bool) -> Result<Next, Error> {
+        let Self { steer, reply, request, .. } = self;
+        match piece {
+            Piece::Counts(counts) => {
+                self.counts = self.counts.with(counts);
+                if self.before == 0 || self.prompt.prompt.is_none() {
+                    let Counts { prompt, cached, .. } = self.counts;
+                    self.prompt = Counts { prompt, cached, ..Counts::default() };
+                }
+            }
+            _ if has_ended => {}
+            Piece::Reasoning(text) => {
+                return steer.write(Phase::Reasoning, &text, request, reply).await;
+            }
+            Piece::Answer(text) => {
+                match self.end_call(false).await? {
+                    Next::Read => {}
+                    next => return Ok(next),
+                }
+                let Self { steer, reply, request, .. } = self;
+                return steer.write(Phase::Answer, &text, request, reply).await;
+            }
+            Piece::CallStart { id, name, extra } => {
+                match self.end_call(false).await? {
+                    Next::Read => {}
+                    next => return Ok(next),
+                }
+                self.steer.release(&mut self.reply).await?;
+                self.steer.enter(Phase::ToolCall, &mut self.reply);
+                let id = if id.is_empty() { self.new_id() } else { id };
+                self.wanted_back.push((id.clone(), extra));
+                self.reply.begin_call(id, name);
+                self.reply.show();
+            }
+            Piece::CallArguments(text) => {
+                reply.add_arguments(&text);
+                steer.count_arguments(&text, reply);
+                reply.show();
+            }
+            Piece::Logprob(logprob) => {
+                if request.logprobs.is_some() {
+                    reply.send(Event::Logprob(logprob));
+                }
+            }
+            Piece::Block(block) => self.blocks.push(block),
+            Piece::Note(note) => reply.note(note),
+            Piece::End(_) => {}
+        }
+        Ok(Next::Read)
+    }
+
+    /// The open call is complete: it gets its verdict.
+    async fn end_call(&mut self, is_cut_off: bool) -> Result<Next, Error> {
+        let Some(call) = self.reply.end_call(is_cut_off) else { return Ok(Next::Read) };
+        let next = self.steer.judge(call, &self.request, &mut self.reply).await?;
+        let is_last = self.reply.has_last_call();
+        Ok(if next == Next::Read && is_last { Next::End(FinishReason::ToolCalls) } else { next })
+    }
+
+    /// An id for a call to which the upstream gives none.
+    fn new_id(&mut self) -> String {
+        self.generated_ids += 1;
+        format!("call_{}_{}", self.request.id, self.generated_ids)
+    }
+
+    /// Sends the request until a reply begins, or it may not be repeated.
+    async fn open(&mut self, continuation: Option<&Continuation>) -> Result<Stream, Error> {
+        let body = self.body(continuation);
+        let retries = self.model.upstream().config().retries;
+        let mut pause = FIRST_PAUSE;
+        for attempt in 0.. {
+            let fault = match self.attempt(&body, continuation).await {
+                Ok(stream) => return Ok(stream),
+                Err(fault) => fault,
+            };
+            let shared = self.shared();
+            let asks_for_pause = matches!(
+                fault.kind,
+                FaultKind::Upstream(UpstreamFault::Busy | UpstreamFault::Unavailable)
+            );
+            if let Some(time) = fault.retry_after.filter(|_| asks_for_pause) {
+                shared.gate.pause_for(time);
+            }
+            if attempt >= retries || !fault.is_passing() {
+                return Err(self.error(fault));
+            }
+            let (upstream, problem) = (self.model.upstream().name(), &fault.problem);
+            let span = &self.request.span;
+            span.log(|| {
+                tracing::warn!(upstream, problem, "upstream failed; repeating the request")
+            });
+            if fault.retry_after.is_none() {
+                sleep(pause).await;
+                pause *= 2;
+            }
+        }
+        unreachable!("the loop has no end")
+    }
+
+    /// Sends the request once. The reply has begun when its first piece is there.
+    async fn attempt(
+        &mut self,
+        body: &str,
+        continuation: Option<&Continuation>,
+    ) -> Result<Stream, Fault> {
+        let upstream = self.model.upstream().clone();
+        let (shared, config) = (upstream.shared(), upstream.config());
+        shared.gate.wait().await?;
+        let pass = shared.breaker.pass().map_err(|left| {
+            let problem = "has failed several times, and is not asked for some time";
+            let fault = Fault::new(UpstreamFault::Unavailable, problem);
+            Fault {
+                kind: FaultKind::Upstream(UpstreamFault::Unavailable),
+                retry_after: Some(left),
+                ..fault
+            }
+        })?;
+        shared.usage.asked(&self.who);
+        self.reply.show_sent();
+        let began = self.begin(body, continuation).await;
+        match &began {
+            Ok(_) => pass.ended(true),
+            Err(fault) => {
+                shared.usage.failed(&self.who);
+                if fault.is_of_upstream() {
+                    pass.ended(false);
+                }
+            }
+        }
+        let stream = began?;
+        if !self.has_started {
+            self.has_started = true;
+            let counts = stream.first.iter().find_map(|piece| match piece {
+                Piece::Counts(counts) => Some(*counts),
+                _ => None,
+            });
+            let Counts { prompt, cached, .. } = counts.unwrap_or_default();
+            self.told = Counts { prompt, cached, ..Counts::default() };
+            self.reply.send(Event::Started {
+                fingerprint: self.fingerprint.clone(),
+                prompt_tokens: prompt.unwrap_or(0),
+                cached_tokens: cached.unwrap_or(0),
+                max_tokens: self.steer.limits.reply,
+                max_answer_tokens: self.steer.limits.answer,
+            });
+        }
+        tracing::debug!(
+            upstream = upstream.name(),
+            timeout_s = config.piece_timeout_s,
+            "reply began"
+        );
+        Ok(stream)
+    }
+
+    /// Sends the request, and reads up to the first piece.
+    async fn begin(
+        &self,
+        body: &str,
+        continuation: Option<&Continuation>,
+    ) -> Result<Stream, Fault> {
+        let upstream = self.model.upstream();
+        let (client, config) = (&upstream.shared().client, upstream.config());
+        let is_in_reasoning = continuation.is_some_and(|continuation| continuation.is_open);
+        let mask = client.mask().clone();
+        let (path, reader) = match config.protocol {
+            Protocol::OpenAi => {
+                let capabilities = self.model.capabilities();
+                let reader = openai::Reader::new(&capabilities, is_in_reasoning, mask);
+                (openai::PATH, Reader::OpenAi(reader))
+            }
+            Protocol::Anthropic => {
+                (anthropic::PATH, Reader::Anthropic(anthropic::Reader::new(mask)))
+            }
+        };
+        let within = config.first_piece_timeout();
+        let began = Instant::now();
+        let response = client.post(path, body.into(), within).await?;
+        let kind = response.headers().get(http::header::CONTENT_TYPE);
+        let is_json = kind
+            .and_then(|kind| kind.to_str().ok())
+            .is_some_and(|kind| kind.trim_start().starts_with("application/json"));
+        let left = within.saturating_sub(began.elapsed());
+        let mut stream = Stream { events: None, reader, first: Vec::new() };
+        if is_json {
+            // It does not stream.
+            let json = tokio::time::timeout(left, client.json(response)).await;
+            let json = json.map_err(|_| crate::client::late("no reply came", within))??;
+            stream.reader.read_json(&json, &mut stream.first)?;
+            if !stream.reader.has_ended() {
+                return Err(Fault::protocol("sent what is no reply"));
+            }
+            return Ok(stream);
+        }
+        stream.events = Some(Events::new(response));
+        // Counts alone may come long before the reply.
+        while stream.first.iter().all(|piece| matches!(piece, Piece::Counts(_))) {
+            let before = std::mem::take(&mut stream.first);
+            let left = within.saturating_sub(began.elapsed());
+            let next = stream.next(client, left).await?;
+            let Some(next) = next else {
+                stream.first = before;
+                return Ok(stream);
+            };
+            stream.first = before.into_iter().chain(next).collect();
+        }
+        Ok(stream)
+    }
+
+    fn body(&mut self, continuation: Option<&Continuation>) -> String {
+        let capabilities = self.model.capabilities();
+        let limits = self.steer.limits;
+        let used = self.reply.tokens();
+        let mut notes = Vec::new();
+        let ask = Ask {
+            model: self.model.model(),
+            request: &self.request,
+            capabilities: &capabilities,
+            reasoning: self.reasoning,
+            budget: limits.budget.map(|budget| budget.saturating_sub(self.reply.counts.0)),
+            sampling: self.sampling,
+            max_tokens: limits.reply.saturating_sub(used).max(1),
+            continuation,
+            memory: &self.shared().memory,
+        };
+        let body = match self.model.upstream().config().protocol {
+            Protocol::OpenAi => openai::body(&ask, &mut notes),
+            Protocol::Anthropic => anthropic::body(&ask, &mut notes),
+        };
+        // Those of a continued reply are known.
+        if continuation.is_none() {
+            notes.into_iter().for_each(|note| self.reply.note(note));
+        }
+        body
+    }
+
+    /// Counts the tokens of a request to the upstream.
+    fn count(&mut self) {
+        let pieces = self.reply.tokens().saturating_sub(self.before);
+        let tokens = self.counts.reply.unwrap_or(pieces);
+        self.counted = self.counted.saturating_add(tokens);
+        let shared = self.shared();
+        shared.usage.count(&self.who, self.counts, pieces);
+        let prompt = self.counts.prompt.unwrap_or(0);
+        shared.gate.count(u64::from(prompt) + u64::from(tokens));
+    }
+
+    /// The counts of the reply. What policies wrote counts as pieces.
+    fn usage(&self) -> Usage {
+        let (reasoning, answer) = self.reply.counts;
+        let pieces = reasoning + answer;
+        let total = if self.has_cuts { self.counted.max(pieces) } else { self.counted };
+        let reasoning_tokens = match self.counts.reasoning.filter(|_| !self.has_cuts) {
+            Some(tokens) => tokens.min(total),
+            // As many as its share of the pieces.
+            None if pieces == 0 => 0,
+            None => (u64::from(total) * u64::from(reasoning) / u64::from(pieces)) as u32,
+        };
+        Usage {
+            prompt_tokens: self.prompt.prompt.unwrap_or(0),
+            cached_tokens: self.prompt.cached.unwrap_or(0),
+            reasoning_tokens,
+            answer_tokens: total - reasoning_tokens,
+            ..Usage::default()
+        }
+    }
+
+    /// Ends the request with a reply.
+    async fn finished(mut self, reason: FinishReason) {
+        let has_calls = !self.reply.calls.is_empty();
+        let reason = match reason {
+            FinishReason::Policy(_) => reason,
+            _ if self.reply.has_broken_call => FinishReason::Length,
+            FinishReason::Stop | FinishReason::StopString(_) if has_calls => {
+                FinishReason::ToolCalls
+            }
+            FinishReason::ToolCalls if !has_calls => FinishReason::Stop,
+            reason => reason,
+        };
+        let (calls, blocks) =
+            (std::mem::take(&mut self.wanted_back), std::mem::take(&mut self.blocks));
+        self.shared().memory.add(&calls, blocks);
+        let name = match &reason {
+            FinishReason::Stop | FinishReason::StopString(_) => "stop",
+            FinishReason::Length => "length",
+            FinishReason::ToolCalls => "tool-calls",
+            FinishReason::Policy(_) => "policy",
+        };
+        // Ends by a policy and at limits may have left text with the policies.
+        let released = self.steer.release(&mut self.reply).await;
+        let (of_policy, labels) = self.finish(name).await.unwrap_or_default();
+        if let Err(error) = released {
+            return self.reply.send(Event::Failed(error));
+        }
+        let usage = self.usage();
+        if (self.prompt.prompt, self.prompt.cached) != (self.told.prompt, self.told.cached) {
+            let Usage { prompt_tokens, cached_tokens, .. } = usage;
+            self.reply.send(Event::PromptCounted { prompt_tokens, cached_tokens });
+        }
+        let mut notes = self.reply.take_notes();
+        notes.extend(of_policy);
+        self.reply.send(Event::Finished(Finished { reason, usage, notes, labels }));
+    }
+
+    /// Calls `on-finish`.
+    async fn finish(
+        &mut self,
+        reason: &str,
+    ) -> Option<(Vec<String>, steersman_policy_host::Labels)> {
+        let usage = self.usage();
+        let summary = Summary {
+            reason: reason.into(),
+            prompt_tokens: usage.prompt_tokens,
+            reasoning_tokens: usage.reasoning_tokens,
+            answer_tokens: usage.answer_tokens,
+            loops: self.steer.loops,
+            // Cast: as many as an upstream may send.
+            tool_calls: self.reply.calls.len() as u32,
+        };
+        Some(self.steer.hooks.finish(summary).await)
+    }
+}

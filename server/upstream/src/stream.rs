@@ -1,0 +1,95 @@
+//! A reply of an upstream that has begun: its events as pieces, in whichever protocol they come.
+
+use std::time::Duration;
+
+use steersman_request::UpstreamFault;
+
+use crate::client::Client;
+use crate::fault::Fault;
+use crate::piece::Piece;
+use crate::sse::Events;
+use crate::{anthropic, openai};
+
+/// A reply of the upstream that has begun.
+pub struct Stream {
+    /// `None` if the upstream does not stream.
+    pub events: Option<Events>,
+    pub reader: Reader,
+    /// Pieces that were read with the first.
+    pub first: Vec<Piece>,
+}
+
+/// Reads the events of a protocol.
+pub enum Reader {
+    OpenAi(openai::Reader),
+    Anthropic(anthropic::Reader),
+}
+
+impl Reader {
+    /// Reads the data of an event.
+    ///
+    /// # Errors
+    /// If it is an error, or no JSON of the protocol.
+    pub fn read(&mut self, data: &str, out: &mut Vec<Piece>) -> Result<(), Fault> {
+        let json = serde_json::from_str(data)
+            .map_err(|error| Fault::protocol(format!("sent what is no JSON: {error}")))?;
+        self.read_json(&json, out)
+    }
+
+    /// Reads the JSON of an event, or of a reply that is not streamed.
+    ///
+    /// # Errors
+    /// If it is an error, or none of the protocol.
+    pub fn read_json(
+        &mut self,
+        json: &serde_json::Value,
+        out: &mut Vec<Piece>,
+    ) -> Result<(), Fault> {
+        match self {
+            Self::OpenAi(reader) => reader.read(json, out),
+            Self::Anthropic(reader) => reader.read(json, out),
+        }
+    }
+
+    /// Whether the reason of the end was read.
+    pub fn has_ended(&self) -> bool {
+        match self {
+            Self::OpenAi(reader) => reader.has_ended(),
+            Self::Anthropic(reader) => reader.has_ended(),
+        }
+    }
+}
+
+impl Stream {
+    /// The next pieces; `None` at the end. Waits at most `within` this time.
+    ///
+    /// # Errors
+    /// If the connection breaks, is too slow, or brings what is no reply.
+    pub async fn next(
+        &mut self,
+        client: &Client,
+        within: Duration,
+    ) -> Result<Option<Vec<Piece>>, Fault> {
+        if !self.first.is_empty() {
+            return Ok(Some(std::mem::take(&mut self.first)));
+        }
+        let Some(events) = &mut self.events else { return Ok(None) };
+        loop {
+            let data = events.next(client, within).await?;
+            let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
+                return match self.reader.has_ended() {
+                    true => Ok(None),
+                    false => Err(Fault::new(
+                        UpstreamFault::Unavailable,
+                        "ended its stream before the reply had ended",
+                    )),
+                };
+            };
+            let mut pieces = Vec::new();
+            self.reader.read(&data, &mut pieces)?;
+            if !pieces.is_empty() {
+                return Ok(Some(pieces));
+            }
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Upstreams that fail.
+
+use std::sync::Mutex as StdMutex;
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Metadata, Subscriber};
+
+use super::*;
+use crate::BreakerState;
+
+fn error(status: u16, text: &str) -> Reaction {
+    whole(status, &json!({"error": {"message": text}}))
+}
+
+#[tokio::test]
+async fn a_request_is_repeated_while_nothing_of_its_reply_has_come() {
+    let broken = streamed(vec![Break]);
+    let wrong = streamed(vec![Raw("data: {\"choices\": [\n\n")]);
+    let early = streamed(vec![Say(json!({"error": {"message": "no room", "code": 503}}))]);
+    for first in [error(500, "oops"), error(503, "busy"), broken, wrong, early] {
+        let upstream = Scripted::start(vec![first, says("hello")]).await;
+        let events = all(begin(&model(&upstream.url, |_| ()), ask("?"))).await;
+        assert_eq!(texts(&events).1, "hello");
+        assert_eq!(upstream.count(), 2);
+        let started = events.iter().filter(|event| matches!(event, Event::Started { .. }));
+        assert_eq!(started.count(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_the_upstream_refuses_is_not_repeated() {
+    for status in [400, 404, 413, 422] {
+        let upstream = Scripted::start(vec![error(status, "the prompt is too long")]).await;
+        let events = all(begin(&model(&upstream.url, |_| ()), ask("?"))).await;
+        assert_eq!(upstream.count(), 1);
+        assert!(failure(&events).ends_with("refuses the request: the prompt is too long"));
+        let Some(Event::Failed(steersman_request::Error::Request(error))) = events.last() else {
+            panic!("{events:?}")
+        };
+        let refused = steersman_request::RequestError::UpstreamRefused {
+            upstream: "work".into(),
+            status,
+            message: "the prompt is too long".into(),
+        };
+        assert_eq!(format!("{error:?}"), format!("{refused:?}"));
+    }
+}
+
+#[tokio::test]
+async fn a_reply_that_breaks_off_fails_and_is_not_begun_again() {
+    let endings = [
+        vec![Break],
+        vec![],
+        vec![Raw("data: {\"cho\n\n")],
+        vec![Say(json!({"error": {"message": "out of memory"}}))],
+        vec![Raw("data: [DONE]\n\n")],
+    ];
+    for ending in endings {
+        let mut acts = vec![delta(json!({"content": "half"}))];
+        acts.extend(ending);
+        let upstream = Scripted::start(vec![streamed(acts), says("other")]).await;
+        let events = all(begin(&model(&upstream.url, |_| ()), ask("?"))).await;
+        assert_eq!(texts(&events).1, "half");
+        assert!(failure(&events).starts_with("the upstream `work` "), "{}", failure(&events));
+        assert_eq!(upstream.count(), 1);
+    }
+}
+
+#[tokio::test]
+async fn the_pause_that_an_upstream_asks_for_is_kept() {
+    let busy = error(429, "slow down").with("retry-after-ms", "300");
+    let upstream = Scripted::start(vec![busy, says("hello")]).await;
+    let model = model(&upstream.url, |_| ());
+    let before = std::time::Instant::now();
+    let events = all(begin(&model, ask("?"))).await;
+    assert_eq!(texts(&events).1, "hello");
+    assert!(before.elapsed() >= Duration::from_millis(300));
+}
+
+#[tokio::test]
+async fn a_long_pause_is_told_to_the_client_and_to_later_requests() {
+    let busy = error(429, "slow down").with("retry-after", "100");
+    let upstream = Scripted::start(vec![busy]).await;
+    let model = model(&upstream.url, |_| ());
+    for _ in 0..2 {
+        let events = all(begin(&model, ask("?"))).await;
+        let Some(Event::Failed(steersman_request::Error::Request(
+            steersman_request::RequestError::Upstream { retry_after_s: Some(seconds), .. },
+        ))) = events.last()
+        else {
+            panic!("{events:?}")
+        };
+        assert!((90..=100).contains(seconds), "{seconds}");
+    }
+    assert_eq!(upstream.count(), 1);
+}
+
+#[tokio::test]
+async fn an_upstream_that_does_not_answer_is_not_waited_for() {
+    let late = |acts: Vec<Act>| async move {
+        let upstream = Scripted::start(vec![streamed(acts)]).await;
+        let model = model(&upstream.url, |config| {
+            (config.first_piece_timeout_s, config.piece_timeout_s) = (1, 1);
+        });
+        failure(&all(begin(&model, ask("?"))).await)
+    };
+    assert!(late(vec![Hang]).await.contains("no piece came within 1 s"));
+    let pieces = vec![delta(json!({"content": "a"})), Raw(": ping\n\n"), Hang];
+    assert!(late(pieces).await.contains("no piece came within 1 s"));
+}
+
+#[tokio::test]
+async fn slow_pieces_within_their_time_are_waited_for() {
+    let mut acts = Vec::new();
+    for letter in ["a", "b", "c"] {
+        acts.extend([delta(json!({"content": letter})), Wait(Duration::from_millis(400))]);
+    }
+    acts.extend(end("stop", 1, 3));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |config| config.piece_timeout_s = 60);
+    assert_eq!(texts(&all(begin(&model, ask("?"))).await).1, "abc");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_ends_the_request_at_the_upstream() {
+    let acts = vec![delta(json!({"content": "a"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let mut events = begin(&model(&upstream.url, |_| ()), ask("?"));
+    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
+    drop(events);
+    tokio::time::timeout(Duration::from_secs(60), upstream.closed()).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_upstream_that_keeps_failing_is_not_asked() {
+    let upstream = Scripted::start(vec![error(500, "oops")]).await;
+    let model = model(&upstream.url, |config| config.retries = 0);
+    for _ in 0..8 {
+        all(begin(&model, ask("?"))).await;
+    }
+    assert_eq!(upstream.count(), 5);
+    assert_eq!(model.upstream().report().breaker, BreakerState::Open);
+    assert!(failure(&all(begin(&model, ask("?"))).await).contains("has failed several times"));
+}
+
+#[tokio::test]
+async fn nobody_listens() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let model = model(&url, |config| config.retries = 0);
+    assert!(failure(&all(begin(&model, ask("?"))).await).contains("cannot be reached"));
+    assert!(model.upstream().ask().await.unwrap_err().contains("cannot be reached"));
+}
+
+/// Everything that is logged.
+#[derive(Clone, Default)]
+struct Logged(Arc<StdMutex<String>>);
+
+impl Visit for Logged {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        let mut text = self.0.lock().unwrap();
+        *text += &format!("{field}={value:?}\n");
+    }
+}
+
+impl Subscriber for Logged {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target().starts_with("steersman") || metadata.target().starts_with("hyper")
+    }
+
+    fn new_span(&self, attributes: &Attributes<'_>) -> Id {
+        attributes.record(&mut self.clone());
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, values: &Record<'_>) {
+        values.record(&mut self.clone());
+    }
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut self.clone());
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// Vendors quote the key that they refuse, and some quote it in other errors.
+#[tokio::test]
+async fn the_key_is_in_no_error_log_or_count() {
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let quoting = format!("Incorrect API key provided: {KEY}. And sk-upstream-01234****cdef.");
+    let mut said = String::new();
+    let mut reactions: Vec<Reaction> =
+        [400, 401, 403, 404, 429, 500, 503, 529].map(|status| error(status, &quoting)).into();
+    reactions.push(streamed(vec![Say(json!({"error": {"message": quoting}}))]));
+    let begun = delta(json!({"content": "a"}));
+    reactions.push(streamed(vec![begun, Say(json!({"error": {"message": quoting}}))]));
+    for reaction in reactions {
+        let upstream = Scripted::start(vec![reaction]).await;
+        let model = model(&upstream.url, |config| config.retries = 1);
+        let events = all(begin(&model, ask("?"))).await;
+        assert!(matches!(events.last(), Some(Event::Failed(_))));
+        said += &format!("{events:?}\n{}\n{:?}\n", failure(&events), model.upstream().report());
+        said += &format!("{:?}", model.upstream().config());
+    }
+    said += &logged.0.lock().unwrap();
+    assert!(said.contains("repeating the request"), "{said}");
+    for part in [KEY, "sk-upstream", "0123456", "abcdef"] {
+        assert!(!said.contains(part), "{part} is in {said}");
+    }
+}

@@ -1,0 +1,264 @@
+//! The handles to an upstream and to one of its models.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+use steersman_policy_host::Policies;
+use steersman_request::profile::Profile;
+use steersman_request::{Choices, Continued, Error, Event, Request, RequestError};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::anthropic;
+use crate::ask::{self, Asked};
+use crate::breaker::{self, Breaker};
+use crate::capability::{Capabilities, Kind};
+use crate::client::Client;
+use crate::config::{Protocol, UpstreamConfig};
+use crate::gate::Gate;
+use crate::openai;
+use crate::prepare::{Lacks, Memory};
+use crate::run;
+use crate::usage::{Usage, Use, Used};
+
+/// A server that computes models. Cheap to clone.
+#[derive(Clone)]
+pub struct Upstream(Arc<Shared>);
+
+pub(crate) struct Shared {
+    name: String,
+    config: UpstreamConfig,
+    pub(crate) client: Client,
+    pub(crate) gate: Gate,
+    pub(crate) breaker: Arc<Breaker>,
+    pub(crate) usage: Usage,
+    pub(crate) memory: Memory,
+    pub(crate) policies: Arc<Policies>,
+    profiles: BTreeMap<String, Profile>,
+    /// What asking it has found.
+    asked: RwLock<Asked>,
+}
+
+/// A model of an upstream: takes requests, and sends the events of their replies, as an engine does. Cheap to clone.
+#[derive(Clone)]
+pub struct UpstreamModel {
+    upstream: Upstream,
+    /// `NAME/MODEL`
+    name: Arc<str>,
+}
+
+/// An upstream at one moment.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Its name.
+    pub name: String,
+    /// Whether its breaker lets requests through.
+    pub breaker: breaker::State,
+    /// Requests that run.
+    pub running: usize,
+    /// Requests that wait for others to end.
+    pub waiting: usize,
+    /// Tokens of this day.
+    pub tokens_today: u64,
+    /// Tokens by model, profile and key.
+    pub used: Vec<(Use, Used)>,
+}
+
+impl Upstream {
+    /// The upstream `name`, whose configuration was checked. `profiles` are those of the server.
+    ///
+    /// # Errors
+    /// If its key cannot be read; names the key of the configuration.
+    pub fn new(
+        name: &str,
+        config: UpstreamConfig,
+        policies: Arc<Policies>,
+        profiles: BTreeMap<String, Profile>,
+    ) -> Result<Self, String> {
+        let client = Client::new(&config, config.key(name)?);
+        let shared = Shared {
+            name: name.into(),
+            client,
+            gate: Gate::new(&config),
+            breaker: Arc::default(),
+            usage: Usage::default(),
+            memory: Memory::default(),
+            policies,
+            profiles,
+            asked: RwLock::default(),
+            config,
+        };
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &UpstreamConfig {
+        &self.0.config
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
+    }
+
+    /// Asks it for its models and the server that it is. Returns the names of its models: those of the configuration,
+    /// if that has some.
+    ///
+    /// # Errors
+    /// If it does not answer, in words without its key. What the configuration says applies.
+    pub async fn ask(&self) -> Result<Vec<String>, String> {
+        let asked = ask::ask(self).await.map_err(|fault| fault.problem)?;
+        let mut models: Vec<String> = asked.models.keys().cloned().collect();
+        *self.0.asked.write() = asked;
+        if !self.0.config.models.is_empty() {
+            models.clone_from(&self.0.config.models);
+        }
+        Ok(models)
+    }
+
+    /// What it can.
+    pub fn capabilities(&self) -> Capabilities {
+        let of_config = self.0.config.capabilities.kind;
+        let kind = match self.0.config.protocol {
+            Protocol::Anthropic => Kind::Anthropic,
+            Protocol::OpenAi => of_config.or(self.0.asked.read().kind).unwrap_or_default(),
+        };
+        Capabilities::new(kind, &self.0.config.capabilities)
+    }
+
+    /// Its model `model`.
+    pub fn model(&self, model: &str) -> UpstreamModel {
+        let name = format!("{}/{model}", self.0.name).into();
+        UpstreamModel { upstream: self.clone(), name }
+    }
+
+    /// The upstream now.
+    pub fn report(&self) -> Report {
+        let crowd = self.0.gate.crowd();
+        Report {
+            name: self.0.name.clone(),
+            breaker: self.0.breaker.state(),
+            running: crowd.running,
+            waiting: crowd.waiting,
+            tokens_today: crowd.tokens_today,
+            used: self.0.usage.report(),
+        }
+    }
+}
+
+impl UpstreamModel {
+    /// `NAME/MODEL`
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The upstream's name of it.
+    pub fn model(&self) -> &str {
+        &self.name[self.upstream.name().len() + 1..]
+    }
+
+    /// Its upstream.
+    pub fn upstream(&self) -> &Upstream {
+        &self.upstream
+    }
+
+    /// What its upstream can with it.
+    pub fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.upstream.capabilities();
+        if let Some(reasoning) = self.asked(|model| model.reasoning)
+            && self.upstream.config().capabilities.reasoning.is_none()
+        {
+            capabilities.reasoning = reasoning;
+        }
+        capabilities
+    }
+
+    /// Tokens of prompt and reply together, if they are known.
+    pub fn context(&self) -> Option<u32> {
+        let of_config = Some(self.upstream.config().context).filter(|context| *context > 0);
+        of_config.or_else(|| self.asked(|model| model.context))
+    }
+
+    fn asked<T>(&self, of: impl FnOnce(&ask::Model) -> Option<T>) -> Option<T> {
+        self.upstream.0.asked.read().models.get(self.model()).and_then(of)
+    }
+
+    pub(crate) fn profile(&self, name: &str) -> Option<&Profile> {
+        self.upstream.0.profiles.get(name)
+    }
+
+    /// The policies of all profiles.
+    pub fn policies(&self) -> &Arc<Policies> {
+        &self.upstream.0.policies
+    }
+
+    /// Refuses what the client asks for and the upstream does not have.
+    ///
+    /// # Errors
+    /// Names the field.
+    pub fn check(&self, request: &Request) -> Result<(), Error> {
+        let lacks = Lacks { upstream: self.upstream.name().into() };
+        if request.embedding.is_some() {
+            return Err(lacks.field("input").into());
+        }
+        if request.prompt.is_some() {
+            let problem = format!(
+                "the upstream `{}` takes conversations only; send messages, or use another model",
+                lacks.upstream
+            );
+            return Err(RequestError::Field { field: "prompt", problem }.into());
+        }
+        if request.prompt_logprobs.is_some() {
+            return Err(lacks.field("prompt_logprobs").into());
+        }
+        if request.messages.is_empty() {
+            return Err(RequestError::EmptyPrompt.into());
+        }
+        let capabilities = self.capabilities();
+        if let Some(part) = request.continues {
+            let can = match part {
+                Continued::Reasoning => capabilities.continues_reasoning(),
+                Continued::Answer => capabilities.continues_answer(),
+            };
+            let is_known = self.upstream.config().protocol == Protocol::OpenAi;
+            if !can || !is_known {
+                return Err(lacks.field("continue_final_message").into());
+            }
+        }
+        let checked = match self.upstream.config().protocol {
+            Protocol::OpenAi => openai::check(request, &capabilities, &lacks),
+            Protocol::Anthropic => anthropic::check(request, &capabilities, &lacks),
+        };
+        Ok(checked?)
+    }
+
+    /// Begins a request. Dropping the receiver cancels it, and closes its connection. Within a runtime.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, Error> {
+        self.check(&request)?;
+        Ok(self.start(request))
+    }
+
+    /// Begins the requests of a body, each of their choices as a request of its own. Returns a receiver for each
+    /// choice, request by request.
+    ///
+    /// # Errors
+    /// As [`Self::check`]; then none has begun.
+    pub fn submit_all(&self, body: Vec<Choices>) -> Result<Vec<UnboundedReceiver<Event>>, Error> {
+        body.iter().try_for_each(|choices| self.check(&choices.request))?;
+        let requests: Vec<_> = body.iter().flat_map(Choices::requests).collect();
+        Ok(requests.into_iter().map(|request| self.start(request)).collect())
+    }
+
+    fn start(&self, request: Request) -> UnboundedReceiver<Event> {
+        let (events, receiver) = unbounded_channel();
+        tokio::spawn(run::run(self.clone(), request, events));
+        receiver
+    }
+}
