@@ -113,7 +113,7 @@ impl Routes {
             ..request
         };
         let received = lease.engine().submit(request)?;
-        let routed = Event::Routed { model: models.name(index).into(), profile };
+        let routed = Event::Routed { model: models.name(index), profile };
         Ok((routed, (permit, lease), received))
     }
 }

@@ -35,6 +35,7 @@ mod request;
 mod rerank;
 mod responses;
 mod round_trip;
+mod serve;
 mod session;
 mod structure;
 mod talk;
