@@ -1,7 +1,7 @@
 // The models: which are loaded, loading and unloading, downloads, and memory by account.
 
 import { ApiError, events, get, post, send } from "./api.js";
-import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, text } from "./dom.js";
+import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, code, text } from "./dom.js";
 import { ACCOUNTS, poll, usedBytes } from "./requests.js";
 
 const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
@@ -109,7 +109,7 @@ function pull(state, ended) {
         }
         hasEnded = true;
         if (data.status === "failed") throw new ApiError(200, "", data.error?.message ?? data.error);
-        words.textContent = `${repo} is in ${data.folder}. The server serves it if [models] names it.`;
+        words.textContent = `${repo} is in ${data.folder}. Load it under “On this disk”.`;
         progress.value = 1;
         toast(`${repo} is downloaded`);
       }
@@ -150,11 +150,12 @@ function pull(state, ended) {
   return { element, draw };
 }
 
-/** The models in the cache of this machine, for operators. Returns the element, and `read()`, which lists them anew. */
-function downloads() {
+/** The models in the cache of this machine, for operators. `load(id)` loads one that is served. Returns the element, and `read()`, which lists them anew. */
+function downloads(load) {
   const body = h("tbody");
   const none = empty("Nothing is downloaded", "Models of the hub appear here.");
   const problem = h("div", { role: "status" });
+  const kept = h("div");
   const table = h("div", { class: "scroll", hidden: true }, h("table", {}, h("caption", { class: "sr" }, "Models on the disk"),
     h("thead", {}, h("tr", {}, ["Model", "Size", "State", h("span", { class: "sr" }, "Action")].map((name) => h("th", { scope: "col" }, name)))), body));
   async function remove({ model, bytes: size }) {
@@ -167,22 +168,54 @@ function downloads() {
     }
     read();
   }
+  async function serve(model, button) {
+    button.disabled = true;
+    text(button, "Load…");
+    try {
+      await post("/v1/models/serve", { model });
+    } catch (error) {
+      toast(`${model}: ${error.message}`, "bad");
+      return read();
+    }
+    await read();
+    return load(model);
+  }
+  async function withdraw(model) {
+    if (!(await confirm("Stop serving the model?", `Requests that use “${model}” go on to their end, new ones are refused. Its files stay on the disk.`, "Stop serving"))) return;
+    try {
+      await send("/v1/models/serve", { method: "DELETE", body: JSON.stringify({ model }), type: "application/json" });
+      toast(`${model} is not served any more`);
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+    read();
+  }
+  /** What can be done with one model of an entry. Quantizations of one repo are told apart by their names. */
+  function actions(entry, { model, served_by: by }) {
+    const name = model === entry.model ? "" : ` ${model.slice(entry.model.length + 1)}`;
+    if (by === "configuration") return h("span", { class: "muted small" }, name ? `The configuration names${name}` : "The configuration names it");
+    if (by === "operator") return h("button", { type: "button", "aria-label": `Stop serving ${model}`, onclick: () => withdraw(model) }, `Stop serving${name}`);
+    return h("button", { type: "button", "aria-label": `Load ${model} from the disk`, onclick: (event) => serve(model, event.currentTarget) }, `Load${name}`);
+  }
+  /** How a model that is served until the server ends is served from its start. */
+  const lines = ({ model, toml }) => h("div", {}, h("p", { class: "small wrap" }, `${model} is served until the server ends. These lines of the configuration serve it from the start:`), code("TOML", toml));
   const row = (entry) => h("tr", {},
     h("td", { "data-label": "Model", class: "wrap" }, entry.model), h("td", { "data-label": "Size" }, bytes(entry.bytes)),
     h("td", { "data-label": "State" }, entry.served ? chip("served", "finished") : entry.complete ? chip("complete", "cancelled") : chip("incomplete", "prefill")),
-    h("td", { "data-label": "" }, entry.served ? h("span", { class: "muted small" }, "The configuration names it") : h("button", { type: "button", "aria-label": `Remove ${entry.model}`, onclick: () => remove(entry) }, "Remove")));
+    h("td", { "data-label": "" }, h("div", { class: "row" }, entry.models.map((model) => actions(entry, model)), entry.served ? "" : h("button", { type: "button", "aria-label": `Remove ${entry.model}`, onclick: () => remove(entry) }, "Remove"))));
   async function read() {
     try {
       const { models: all } = await get("/v1/downloads");
       problem.replaceChildren();
       body.replaceChildren(...all.map(row));
+      kept.replaceChildren(...all.flatMap((entry) => entry.models).filter((model) => model.served_by === "operator").map(lines));
       table.hidden = all.length === 0;
       none.hidden = all.length > 0;
     } catch (error) {
       problem.replaceChildren(notice("bad", h("p", {}, error.message)));
     }
   }
-  const element = h("section", { "aria-labelledby": "disk-title" }, h("h2", { id: "disk-title" }, "On this disk"), problem, none, table);
+  const element = h("section", { "aria-labelledby": "disk-title" }, h("h2", { id: "disk-title" }, "On this disk"), problem, none, table, kept);
   return { element, read };
 }
 
@@ -190,7 +223,7 @@ export function models(element, state) {
   const list = h("ul", { class: "cards plain" });
   const accounts = h("div");
   const disk = h("dl", { class: "facts" });
-  const files = downloads();
+  const files = downloads((id) => act(id, ACTS[0]));
   const download = pull(state, files.read);
   element.append(
     title("Models", "What is served, what is loaded, and what takes the memory."),

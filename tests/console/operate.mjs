@@ -266,14 +266,31 @@ export default {
     await context.close();
   },
 
-  async "models on the disk are listed and removed by clicking"({ browser, url }) {
+  async "models on the disk are listed, served, loaded and removed by clicking"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     // No hub is reached: the cache is that of the machine, whose files no test removes.
+    const toml = (model) => `[models."${model}"]\npath = "${model}"\n`;
+    const own = (model, served_by = null) => ({ model, served_by, toml: toml(model) });
     let models = [
-      { model: "owner/served", bytes: 4096, complete: true, served: true },
-      { model: "owner/spare", bytes: 2048, complete: true, served: false },
-      { model: "owner/half", bytes: 1024, complete: false, served: false },
+      { model: "owner/served", bytes: 4096, complete: true, served: true, models: [own("owner/served", "configuration")] },
+      { model: "owner/spare", bytes: 2048, complete: true, served: false, models: [own("owner/spare")] },
+      { model: "owner/half", bytes: 1024, complete: false, served: false, models: [] },
     ];
+    // As the server does: what is served is not removed.
+    const serving = [];
+    await page.route("**/v1/models/serve", (route) => {
+      const { model } = route.request().postDataJSON();
+      const isServed = route.request().method() === "POST";
+      serving.push([route.request().method(), model]);
+      models = models.map((one) => (one.model === model ? { ...one, served: isServed, models: [own(model, isServed ? "operator" : null)] } : one));
+      return route.fulfill({ contentType: "application/json", body: JSON.stringify({ model, served: isServed, toml: toml(model) }) });
+    });
+    const loads = [];
+    await page.route("**/api/generate", (route) => {
+      const { model, keep_alive: keepAlive } = route.request().postDataJSON();
+      loads.push([model, keepAlive]);
+      return route.fulfill({ contentType: "application/json", body: JSON.stringify({ model, done: true, done_reason: "load" }) });
+    });
     await page.route("**/v1/downloads", (route) => route.fulfill({ contentType: "application/json", body: JSON.stringify({ models }) }));
     await page.route("**/api/delete", (route) => {
       const { model } = route.request().postDataJSON();
@@ -286,6 +303,33 @@ export default {
     assert.deepEqual(await rows.locator(".chip").allTextContents(), ["served", "complete", "incomplete"]);
     assert.equal(await rows.first().locator("button").count(), 0);
     await check(page, seen, "models on the disk");
+    await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+    await page.getByRole("button", { name: "Load owner/spare from the disk" }).click();
+    await page.waitForSelector(".toast:text-is('owner/spare is loaded')");
+    const stop = page.getByRole("button", { name: "Stop serving owner/spare" });
+    await stop.waitFor();
+    assert.deepEqual([serving, loads], [[["POST", "owner/spare"]], [["owner/spare", undefined]]]);
+    assert.deepEqual(await rows.locator(".chip").allTextContents(), ["served", "served", "incomplete"]);
+    assert.equal(await page.getByRole("button", { name: "Remove owner/spare" }).count(), 0);
+    // The server forgets it when it ends: the lines for the configuration are copied.
+    const disk = page.locator("section[aria-labelledby=disk-title]");
+    await disk.locator(".copy").click();
+    await disk.locator(".copy span:text-is('Copied')").waitFor();
+    assert.equal(await page.evaluate(() => navigator.clipboard.readText()), toml("owner/spare"));
+    await check(page, seen, "a model of the disk that is served");
+    await page.screenshot({ path: join(pictures, "models-served.png"), fullPage: true });
+    await stop.click();
+    await page.click("#confirm-yes");
+    await page.waitForSelector(".toast:text-is('owner/spare is not served any more')");
+    await page.getByRole("button", { name: "Load owner/spare from the disk" }).waitFor();
+    assert.deepEqual(serving[1], ["DELETE", "owner/spare"]);
+    assert.equal(await disk.locator(".copy").count(), 0);
+    // What the server refuses is said, and nothing is loaded.
+    await page.route("**/v1/models/serve", (route) => route.fulfill({ status: 400, contentType: "application/json", body: JSON.stringify({ error: { code: "invalid_value", message: "the family `x` is not supported" } }) }));
+    await page.getByRole("button", { name: "Load owner/spare from the disk" }).click();
+    await page.waitForSelector(".toast.bad:has-text('the family `x` is not supported')");
+    await page.getByRole("button", { name: "Load owner/spare from the disk" }).and(page.locator(":enabled")).waitFor();
+    assert.equal(loads.length, 1);
     await page.getByRole("button", { name: "Remove owner/spare" }).click();
     await page.click("#confirm-dialog button[value=no]");
     assert.equal(await rows.count(), 3);

@@ -14,10 +14,12 @@
 //! - If models are in use without a pause, the first request would wait for ever: after [`PATIENCE`] they
 //!   get no new leases until its model is loaded.
 //! - One model is loaded at a time: two would measure each other.
+//! - A withdrawn model gets no new leases, and is unloaded when those that it has are returned. It keeps its index.
 //!
 //! Knows nothing of engines: a [`Starter`] loads and unloads.
 
 mod report;
+mod withdraw;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -89,6 +91,8 @@ struct Entry<E> {
     last_use: u64,
     /// Gets no new leases: another model waits for its room.
     closing: bool,
+    /// Gets no new leases: it is not served any more.
+    withdrawn: bool,
     loads: u64,
     unloads: u64,
     load_time: Option<Duration>,
@@ -258,6 +262,9 @@ impl<S: Starter> Pool<S> {
         }
         let entry = &inner.entries[index];
         let model = || entry.settings.name.clone();
+        if entry.withdrawn {
+            return Err(Refusal::Withdrawn { model: model() });
+        }
         if entry.failures > failures {
             return Err(Refusal::Failed { model: model(), problem: entry.failure.clone() });
         }
@@ -357,7 +364,7 @@ impl<S: Starter> Pool<S> {
                     return;
                 }
                 // A time that is too far is never.
-                let expires = entry.keep_alive.and_then(|time| entry.last_used.checked_add(time));
+                let expires = entry.idle_time().and_then(|time| entry.last_used.checked_add(time));
                 let expires = expires.filter(|_| entry.leases == 0);
                 if expires.is_some_and(|expires| Instant::now() >= expires) {
                     if let Some(engine) = entry.unload() {
@@ -458,6 +465,7 @@ impl<E> Entry<E> {
             last_used: Instant::now(),
             last_use: 0,
             closing: false,
+            withdrawn: false,
             loads: 0,
             unloads: 0,
             load_time: None,
@@ -486,7 +494,7 @@ impl<E> Entry<E> {
             Phase::Unloading => State::Unloading,
         };
         let idle = state == State::Loaded && self.leases == 0 && !self.settings.pinned;
-        let expires = self.keep_alive.filter(|_| idle);
+        let expires = self.idle_time().filter(|_| idle);
         Report {
             state,
             bytes: self.bytes,
@@ -495,7 +503,13 @@ impl<E> Entry<E> {
             loads: self.loads,
             unloads: self.unloads,
             load_time: self.load_time,
+            withdrawn: self.withdrawn,
         }
+    }
+
+    /// How long it stays loaded without a request; `None` for no limit.
+    fn idle_time(&self) -> Option<Duration> {
+        if self.withdrawn { Some(Duration::ZERO) } else { self.keep_alive }
     }
 }
 
@@ -504,7 +518,7 @@ impl<E: Clone> Inner<E> {
     fn lease(&mut self, index: usize) -> Option<E> {
         let entry = &self.entries[index];
         let Phase::Loaded(engine) = &entry.phase else { return None };
-        if entry.closing {
+        if entry.closing || entry.withdrawn {
             return None;
         }
         let engine = engine.clone();

@@ -461,7 +461,7 @@ impl Destination {
         })?;
         access.allow(caller, profile)?;
         let profile = profile.to_string();
-        Ok(Self { index, profile, model: model.unwrap_or_else(|| models.name(index).into()) })
+        Ok(Self { index, profile, model: model.unwrap_or_else(|| models.name(index)) })
     }
 
     /// Index of the model.
@@ -517,7 +517,7 @@ pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
 
 /// The names of all models, for messages.
 fn list(models: &Models) -> String {
-    let names: Vec<_> = models.own_names().map(|name| format!("`{name}`")).collect();
+    let names: Vec<_> = models.own_names().iter().map(|name| format!("`{name}`")).collect();
     names.join(", ")
 }
 

@@ -62,7 +62,7 @@ pub struct App {
     /// The download of a model that runs.
     pub(super) pulls: Arc<Pulls>,
     /// Where models are downloaded from, if not what the environment says.
-    pub(super) hub: Option<Hub>,
+    hub: Option<Hub>,
     /// The newest lines of the log.
     pub(super) log: Recent,
     /// What the server did lately.
@@ -114,6 +114,11 @@ impl App {
             tokio::spawn(sample(Arc::downgrade(&app), period));
         }
         app
+    }
+
+    /// The hub and its cache on this machine.
+    pub fn hub(&self) -> Hub {
+        self.hub.clone().unwrap_or_else(Hub::from_env)
     }
 
     /// Reads a JSON body of `content_type`, or of any if there is none.

@@ -96,7 +96,9 @@ pub async fn get(
     };
     let engine = engine.ok_or_else(|| {
         let name = query.get("model").unwrap_or_default();
-        let near = suggestion(name, app.models.own_names().filter(|known| *known != name));
+        let known = app.models.own_names();
+        let others = known.iter().map(String::as_str).filter(|known| *known != name);
+        let near = suggestion(name, others);
         ApiError::model_not_found(format!(
             "there is no model `{name}` here, or it is not loaded; see GET /v1/models{near}"
         ))

@@ -7,13 +7,15 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
-use steersman_models::hub::Hub;
+use steersman_models::named::is_model_id;
 use steersman_models::snapshots::{self, Snapshot};
 
 use super::access::Caller;
 use super::app::App;
 use super::blocking::{blocking, internal};
 use super::error::ApiError;
+use crate::config::OnDemandConfig;
+use crate::models::NamedBy;
 
 /// The models in the cache, by name.
 #[derive(Serialize, JsonSchema)]
@@ -31,8 +33,22 @@ struct Downloaded {
     bytes: u64,
     /// Whether all files of a model are here.
     complete: bool,
-    /// Whether the configuration names it: then it is not removed.
+    /// Whether a model of it is served: then it is not removed.
     served: bool,
+    /// What can be served: the whole repo, or each quantization of one with GGUF files.
+    models: Vec<DownloadedModel>,
+}
+
+/// A model in the cache that is complete.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct DownloadedModel {
+    model: String,
+    /// Who has it served: the configuration, maybe under another name, or an operator; null if it is not served.
+    #[schemars(extend("enum" = [Some("configuration"), Some("operator"), None]))]
+    served_by: Option<&'static str>,
+    /// The lines of the configuration that serve it from the start.
+    toml: String,
 }
 
 /// `GET /v1/downloads`
@@ -43,13 +59,13 @@ pub async fn list(
     app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
     // It reads the sizes of all files.
     let models = blocking(move || -> Result<_, ApiError> {
-        let hub = app.hub.clone().unwrap_or_else(Hub::from_env);
-        let listed = snapshots::list(&hub).map_err(|error| internal(format!("{error:#}")))?;
+        let listed = snapshots::list(&app.hub()).map_err(|error| internal(format!("{error:#}")))?;
         let served = Served::new(&app);
         let describe = |snapshot: Snapshot| Downloaded {
             bytes: snapshot.bytes,
             complete: !snapshot.models.is_empty(),
-            served: served.has(&app, &snapshot),
+            served: served.by(&app, &snapshot).is_some(),
+            models: served.models(&app, &snapshot),
             model: snapshot.repo_id,
         };
         Ok(listed.into_iter().map(describe).collect())
@@ -57,22 +73,47 @@ pub async fn list(
     Ok(Json(Downloads { models: models.await?? }))
 }
 
-/// The files of the models that the configuration names.
-pub struct Served(Vec<PathBuf>);
+/// The files of the models that are served, and who has named these.
+pub struct Served(Vec<(PathBuf, NamedBy)>);
 
 impl Served {
     /// Looks for the files. Blocks.
     pub fn new(app: &App) -> Self {
-        Self(app.models.folders().map(|folder| real(&folder)).collect())
+        let folders = app.models.folders().into_iter();
+        Self(folders.map(|(folder, by)| (real(&folder), by)).collect())
     }
 
-    /// Whether `snapshot` is one of these models, or has files of one.
-    pub fn has(&self, app: &App, snapshot: &Snapshot) -> bool {
+    /// Who has a model of `snapshot` served, under its name or with files of it; the configuration before an operator.
+    pub fn by(&self, app: &App, snapshot: &Snapshot) -> Option<NamedBy> {
         // OWNER/NAME is the folder `models--OWNER--NAME`, and its commits are two levels below.
         let repo =
             snapshot.folder.as_deref().and_then(|folder| folder.ancestors().nth(2)).map(real);
-        let is_within = |repo: PathBuf| self.0.iter().any(|files| files.starts_with(&repo));
-        app.models.resolve(&snapshot.repo_id).is_some() || repo.is_some_and(is_within)
+        let is_within = |files: &Path| repo.as_ref().is_some_and(|repo| files.starts_with(repo));
+        self.first(app.models.named_by(&snapshot.repo_id), is_within)
+    }
+
+    /// The models of `snapshot`, with who has them served.
+    fn models(&self, app: &App, snapshot: &Snapshot) -> Vec<DownloadedModel> {
+        let one = |(tag, path): &(Option<String>, PathBuf)| {
+            let repo = &snapshot.repo_id;
+            let model = tag.as_ref().map_or(repo.clone(), |tag| format!("{repo}:{tag}"));
+            let path = real(path);
+            let by = self.first(app.models.named_by(&model), |files| files == path);
+            let served_by = by.map(|by| match by {
+                NamedBy::Configuration => "configuration",
+                NamedBy::Operator => "operator",
+            });
+            let toml = OnDemandConfig::lines(&model);
+            is_model_id(&model).then_some(DownloadedModel { model, served_by, toml })
+        };
+        snapshot.models.iter().filter_map(one).collect()
+    }
+
+    /// The configuration, if it is among `named` and who has named the models whose files are `these`; or else an
+    /// operator.
+    fn first(&self, named: Option<NamedBy>, these: impl Fn(&Path) -> bool) -> Option<NamedBy> {
+        let of_files = self.0.iter().filter(|(files, _)| these(files)).map(|(_, by)| *by);
+        named.into_iter().chain(of_files).min_by_key(|by| *by == NamedBy::Operator)
     }
 }
 

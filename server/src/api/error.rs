@@ -512,6 +512,7 @@ impl From<Refusal> for ApiError {
                 unavailable("out_of_memory", format!("{refusal} (server.models_bytes)"))
             }
             Refusal::NoRoom { .. } => Self::no_room(&format!("{refusal}; try again later")),
+            Refusal::Withdrawn { .. } => Self::model_not_found(refusal.to_string()),
             // The reason may name files: the log has it.
             Refusal::Failed { model, .. } => unavailable(
                 "model_load_failed",

@@ -330,7 +330,7 @@ async fn read<P: Protocol>(
     let (Parsed { model, stream, call }, named) = app.bodies.parse(body.bytes, parse).await?;
     let destination = app.destination(caller, headers, model.clone())?;
     let served = app.models.name(destination.index());
-    log.admitted(served, &destination.profile, model.as_deref(), stream);
+    log.admitted(&served, &destination.profile, model.as_deref(), stream);
     log.permit = app.access.acquire(&destination.profile)?;
     Ok((stream, call?, destination, named))
 }

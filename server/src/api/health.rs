@@ -104,7 +104,7 @@ pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> 
         blocking(move || (all.states(), all.policies().report().policies)).await?;
     Ok(Json(Health {
         status: "ok",
-        model: app.models.name(0).into(),
+        model: app.models.name(0),
         waiting: engines.iter().map(Engine::waiting).sum(),
         engines: engines.iter().map(EngineHealth::from).collect(),
         models: models.into_iter().map(ModelHealth::from).collect(),

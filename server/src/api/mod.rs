@@ -54,6 +54,7 @@ mod route;
 mod samples;
 mod sampling;
 mod schema;
+mod serve;
 mod session;
 mod span;
 mod structure;
@@ -132,6 +133,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/api/pull", post(pull::pull_as_ollama))
         .route("/api/delete", delete(remove::delete_as_ollama))
         .route("/v1/models/pull", post(pull::pull).get(pull::running).delete(pull::stop))
+        .route("/v1/models/serve", post(serve::serve).delete(serve::withdraw))
         .route("/v1/cache", get(cache::get))
         .route("/v1/downloads", get(downloads::list))
         .route("/v1/history", get(history::get))

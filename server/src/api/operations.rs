@@ -19,10 +19,12 @@ use super::openapi::{
 use super::protocol::Protocol;
 use super::rerank::{self, Rerank};
 use super::responses::{self, Responses};
-use super::schema::shapes::{CreateKey, Detokenize, OpenSession, Pull, RevokeKey, Show, Tokenize};
+use super::schema::shapes::{
+    CreateKey, Detokenize, OpenSession, Pull, RevokeKey, ServeModel, Show, Tokenize,
+};
 use super::{
     cache, downloads, health, history, keys, log_lines, models, policies, profiles, pull, requests,
-    session, tokens, trace,
+    serve, session, tokens, trace,
 };
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
@@ -122,6 +124,21 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Operator,
         body: None,
         replies: &[(JSON, reply::<pull::StoppedPull>)],
+    },
+    post(
+        "/v1/models/serve",
+        "Serves a model on the disk until the server ends",
+        (JSON, body::<ServeModel>),
+        &[(JSON, reply::<serve::ServedModel>)],
+    )
+    .with_key(Key::Operator),
+    Operation {
+        method: "delete",
+        path: "/v1/models/serve",
+        summary: "Ends the service of a model on the disk",
+        key: Key::Operator,
+        body: Some((JSON, body::<ServeModel>)),
+        replies: &[(JSON, reply::<serve::ServedModel>)],
     },
     post(
         "/api/chat",

@@ -98,7 +98,7 @@ pub async fn list(
 
 fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> ListedProfile {
     let settings = &profile.settings;
-    let model = app.models.serving(None, name).ok().map(|index| app.models.name(index).into());
+    let model = app.models.serving(None, name).ok().map(|index| app.models.name(index));
     let policy = &settings.policy;
     let limits = Limits {
         prompt_tokens: settings.limits.prompt_tokens,

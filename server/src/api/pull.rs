@@ -3,7 +3,7 @@
 //!
 //! One download runs at a time, on a thread. `DELETE /v1/models/pull` stops it, and so does a client of Ollama that
 //! disconnects, as with Ollama; other clients may disconnect. Asking again continues it. A model that was downloaded is
-//! served if `[models]` names it.
+//! served if `[models]` names it, or an operator asks for it (`POST /v1/models/serve`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -190,13 +190,7 @@ async fn begin(
     };
     let (stop, guard) = (turn.stop.clone(), stops.then(|| StopOnDrop(turn.stop.clone())));
     let (reports, mut receiver) = unbounded_channel();
-    let download = Download {
-        hub: app.hub.clone().unwrap_or_else(Hub::from_env),
-        app: app.clone(),
-        repo,
-        reports,
-        stop,
-    };
+    let download = Download { hub: app.hub(), app: app.clone(), repo, reports, stop };
     tokio::task::spawn_blocking(move || download.run(turn));
     match receiver.recv().await {
         Some(Report::Failed(error)) => Err(error),

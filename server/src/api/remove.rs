@@ -7,7 +7,6 @@ use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
-use steersman_models::hub::Hub;
 use steersman_models::snapshots;
 
 use super::access::Caller;
@@ -16,6 +15,7 @@ use super::blocking::{blocking, internal};
 use super::downloads::Served;
 use super::error::ApiError;
 use super::ollama::named;
+use crate::models::NamedBy;
 
 /// `DELETE /api/delete`
 pub async fn delete_as_ollama(
@@ -44,19 +44,22 @@ pub async fn delete_as_ollama(
     Ok(StatusCode::OK)
 }
 
-/// Removes the repo `name` from the cache, unless a model of the configuration has its files there. Blocks.
+/// Removes the repo `name` from the cache, unless a model that is served has its files there. Blocks.
 fn remove(app: &App, name: &str) -> Result<(), ApiError> {
-    let hub = app.hub.clone().unwrap_or_else(Hub::from_env);
-    let served = || {
-        ApiError::conflict(
-            "model_in_use",
-            format!(
+    let hub = app.hub();
+    let served = |by: NamedBy| {
+        let message = match by {
+            NamedBy::Configuration => format!(
                 "the configuration names the model `{name}`; remove it there and restart the server first"
             ),
-        )
+            NamedBy::Operator => {
+                format!("the model `{name}` is served; end that first (DELETE /v1/models/serve)")
+            }
+        };
+        ApiError::conflict("model_in_use", message)
     };
-    if app.models.resolve(name).is_some() {
-        return Err(served());
+    if let Some(by) = app.models.named_by(name) {
+        return Err(served(by));
     }
     let listed = snapshots::list(&hub).map_err(internal)?;
     let names: Vec<_> = listed.iter().map(|snapshot| snapshot.repo_id.as_str()).collect();
@@ -65,8 +68,8 @@ fn remove(app: &App, name: &str) -> Result<(), ApiError> {
         let message = format!("there is no model `{name}` in the cache of this machine{similar}");
         return Err(ApiError::model_not_found(message));
     };
-    if Served::new(app).has(app, snapshot) {
-        return Err(served());
+    if let Some(by) = Served::new(app).by(app, snapshot) {
+        return Err(served(by));
     }
     let removed = snapshots::remove(&hub, name).map_err(internal)?;
     tracing::info!(model = name, bytes = removed.bytes, "model removed by an operator");

@@ -190,7 +190,7 @@ impl Routes {
             Ok(received) => received,
             Err(error) => return Ok(Err(error)),
         };
-        let routed = Event::Routed { model: models.name(index).into(), profile };
+        let routed = Event::Routed { model: models.name(index), profile };
         Ok(Ok((routed, Kept { _permit: permit, _lease: lease }, received)))
     }
 }

@@ -23,6 +23,14 @@ pub struct OnDemandConfig {
     pub pinned: bool,
 }
 
+impl OnDemandConfig {
+    /// The lines of a configuration by which the model `id` of a hub is served under this name.
+    pub fn lines(id: &str) -> String {
+        // An id has no characters that TOML would read in another way.
+        format!("[models.\"{id}\"]\npath = \"{id}\"\n")
+    }
+}
+
 impl FileConfig {
     /// Names for clients of `[model]`, of the models of profiles and of those that are loaded on demand.
     pub fn model_names(&self) -> Vec<String> {
@@ -174,6 +182,16 @@ mod tests {
 
     const MODELS: &str = "[models.small]\npath = 'owner/small'\n[models.quick]\npath = 'owner/q'\n\
                           [profiles.fast]\nmodel = 'quick'\n[profiles.plain]\n";
+
+    #[test]
+    fn the_lines_for_a_model_of_a_hub_are_read_as_such() {
+        for id in ["owner/name", "Owner-1/name_2.5-4bit", "owner/name:Q4_K_M"] {
+            let file = FileConfig::parse(&OnDemandConfig::lines(id)).unwrap();
+            let model = OnDemandConfig { path: id.into(), ..OnDemandConfig::default() };
+            assert_eq!((file.models.len(), file.models.get(id)), (1, Some(&model)), "{id}");
+            assert!(file.check().is_ok(), "{id}");
+        }
+    }
 
     #[test]
     fn aliases_name_models_and_their_profiles() {

@@ -17,9 +17,9 @@ use steersman_models::pool::{Pool, Settings};
 use steersman_upstream::is_upstream_of;
 
 use super::starter::{Recipe, Running, Starter};
-use super::{Files, Models};
+use super::{Files, Models, Recipes};
 use crate::config::{OnDemandConfig, ServerConfig};
-use crate::hub::{self, Found};
+use crate::hub::{self, Found, Hub};
 
 /// The part of the memory for arrays that weights may take by default, in fifths. The rest is for running
 /// requests and the prefix cache.
@@ -64,6 +64,7 @@ pub fn load(
     config.profiles.retain(|name, _| {
         server.profile_models.get(name).is_none_or(|model| is_of_upstream(server, model))
     });
+    let recipes = recipes_of_cached(config.clone(), numbers, data_dir, policies);
     let start = |config: Config, found: &Found| {
         steersman_engine::start(config, &found.folder, data_dir, policies.clone())
             .with_context(|| format!("loading the model in {}", found.folder.display()))
@@ -78,7 +79,8 @@ pub fn load(
     drop(load);
     let bundled = found.bundled;
     let (engine, thread) = start(config, &found)?;
-    let mut models = Models::new(pool, engine, bytes(&found), files(&found));
+    let models = Models::new(pool, engine, bytes(&found), files(&found));
+    let mut models = models.with_recipes(recipes);
     models.numbers = numbers;
     let mut threads = vec![thread];
     for mut config in further {
@@ -98,14 +100,20 @@ pub fn load(
     }
     let mut stay: u64 = models.pool.report().iter().map(|report| report.bytes).sum();
     for (name, mut config) in on_demand {
-        let OnDemandConfig { keep_alive_s, pinned, .. } = server.models[&name];
         let profiles = server.profile_models.iter().filter(|(_, model)| **model == name);
         let profiles: Vec<_> = profiles.map(|(profile, _)| profile.clone()).collect();
         config.store.path = store_of(&config.store.file(data_dir), &name)?;
-        let recipe =
-            FromFiles { config, numbers, data_dir: data_dir.into(), policies: policies.clone() };
+        let settings = settings(&name, &server.models[&name]);
+        let (path, folder) = (config.model.path.clone(), data_dir.to_path_buf());
         let key = || format!("models.{name}");
-        hub::named_as(&recipe.config.model.path).with_context(key)?;
+        hub::named_as(&path).with_context(key)?;
+        let recipe = FromFiles {
+            config,
+            find: Box::new(move || Ok(hub::find_here(&path, &folder)?.folder)),
+            numbers,
+            data_dir: data_dir.into(),
+            policies: policies.clone(),
+        };
         match recipe.bytes() {
             Ok(bytes) => {
                 ensure!(
@@ -115,14 +123,12 @@ pub fn load(
                     key(),
                     budget.saturating_sub(stay)
                 );
-                stay += if pinned { bytes } else { 0 };
+                stay += if settings.pinned { bytes } else { 0 };
             }
             Err(error) => {
                 tracing::warn!(model = name, error = %format!("{error:#}"), "model is not ready");
             }
         }
-        let keep_alive = (keep_alive_s > 0).then(|| Duration::from_secs(keep_alive_s));
-        let settings = Settings { name: name.clone(), keep_alive, pinned };
         models.add_on_demand(settings, Arc::new(recipe), &profiles);
     }
     models.add_upstreams(server, &profiles)?;
@@ -149,9 +155,41 @@ pub fn numbers(config: &Config) -> Result<Numbers> {
     Ok(Numbers { float_bytes: machine.float_bytes, unpacked })
 }
 
+/// How `[models.NAME]` keeps a model.
+pub fn settings(name: &str, config: &OnDemandConfig) -> Settings {
+    let OnDemandConfig { keep_alive_s, pinned, .. } = *config;
+    let keep_alive = (keep_alive_s > 0).then(|| Duration::from_secs(keep_alive_s));
+    Settings { name: name.into(), keep_alive, pinned }
+}
+
+/// The recipes of models in the cache of a hub, for the profiles of `config`.
+fn recipes_of_cached(
+    config: Config,
+    numbers: Numbers,
+    data_dir: &Path,
+    policies: &Arc<Policies>,
+) -> Arc<Recipes> {
+    let (data_dir, policies) = (data_dir.to_path_buf(), policies.clone());
+    Arc::new(move |cache: &Hub, id: &str| -> Result<Arc<dyn Recipe>> {
+        let mut config = of_path(&config, id, config.profiles.clone());
+        config.model.name = id.into();
+        config.store.path = store_of(&config.store.file(&data_dir), id)?;
+        let (cache, id) = (cache.clone(), id.to_string());
+        Ok(Arc::new(FromFiles {
+            config,
+            find: Box::new(move || cache.cached_or_error(&id)),
+            numbers,
+            data_dir: data_dir.clone(),
+            policies: policies.clone(),
+        }))
+    })
+}
+
 /// A model whose files are a folder or a cached repo.
 struct FromFiles {
     config: Config,
+    /// Finds its folder or GGUF file.
+    find: Box<dyn Fn() -> Result<PathBuf> + Send + Sync>,
     numbers: Numbers,
     data_dir: PathBuf,
     policies: Arc<Policies>,
@@ -159,7 +197,7 @@ struct FromFiles {
 
 impl Recipe for FromFiles {
     fn folder(&self) -> Result<PathBuf> {
-        Ok(hub::find_here(&self.config.model.path, &self.data_dir)?.folder)
+        (self.find)()
     }
 
     fn bytes(&self) -> Result<u64> {

@@ -3,8 +3,12 @@
 //! The model of `[model]` and those of profiles are loaded when the server starts, and stay. Those of
 //! `[models]` are loaded on demand, within the bytes of `server.models_bytes`: `steersman_models::pool` has
 //! the rules. A request holds a [`Lease`] until its reply has ended.
+//!
+//! The list of models grows while the server runs, by those that an operator serves from the hub's cache (`cached`).
+//! A model keeps its index for ever.
 
 mod backend;
+mod cached;
 mod load;
 mod starter;
 mod upstream;
@@ -24,6 +28,7 @@ use steersman_upstream::Upstream;
 use tokio::time::Instant;
 
 pub use self::backend::Backend;
+pub use self::cached::{NamedBy, Recipes};
 pub use self::load::{Loaded, find, load, numbers};
 use self::starter::Starter;
 pub use self::starter::{Recipe, Running};
@@ -40,8 +45,10 @@ pub type Lease = pool::Lease<Starter>;
 #[derive(Clone)]
 pub struct Models {
     pool: Pool<Starter>,
-    /// By index, as in the pool.
-    served: Vec<Served>,
+    /// By index, as in the pool, which knows those that were withdrawn.
+    served: Arc<RwLock<Vec<Served>>>,
+    /// How models in the hub's cache are loaded; `None` if none may be served.
+    recipes: Option<Arc<Recipes>>,
     /// Index of the model, by profile.
     of_profile: BTreeMap<String, usize>,
     /// Further names, and what they stand for.
@@ -56,11 +63,41 @@ pub struct Models {
 struct Served {
     /// The name for clients.
     name: String,
+    named_by: NamedBy,
     on_demand: bool,
     /// The profiles that may use it by name, if it is a model of an upstream.
     granted: Option<BTreeSet<String>>,
     files: Option<Arc<dyn Files>>,
     facts: Arc<OnceLock<Arc<Facts>>>,
+}
+
+impl Served {
+    /// A model that `recipe` loads.
+    fn on_demand(name: &str, named_by: NamedBy, recipe: Arc<dyn Recipe>) -> Self {
+        let files: Arc<dyn Files> = Arc::new(move || recipe.folder().ok());
+        Self {
+            name: name.into(),
+            named_by,
+            on_demand: true,
+            granted: None,
+            files: Some(files),
+            facts: Arc::default(),
+        }
+    }
+
+    /// The folder of its files, if they are on this machine. Blocks while it looks for them.
+    fn folder(&self) -> Option<PathBuf> {
+        self.files.as_ref()?.folder()
+    }
+
+    /// Its state for clients. Blocks while it looks for files.
+    fn state(&self, report: &Report) -> &'static str {
+        if self.granted.is_some() {
+            return "upstream";
+        }
+        let is_missing = report.state == State::OnDisk && self.folder().is_none();
+        if is_missing { "missing" } else { report.state.name() }
+    }
 }
 
 /// Finds the folder of a model's files. Blocks.
@@ -113,10 +150,11 @@ impl Models {
     fn new(pool: Pool<Starter>, engine: Engine, bytes: u64, files: Option<Arc<dyn Files>>) -> Self {
         let policies = engine.policies().clone();
         let profiles = engine.info().profiles.clone();
-        let (served, of_profile, aliases) = (Vec::new(), BTreeMap::new(), Arc::default());
+        let (served, of_profile, aliases) = (Arc::default(), BTreeMap::new(), Arc::default());
         let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
-        let upstreams = Vec::new();
-        let mut models = Self { pool, served, of_profile, aliases, policies, numbers, upstreams };
+        let (recipes, upstreams) = (None, Vec::new());
+        let mut models =
+            Self { pool, served, recipes, of_profile, aliases, policies, numbers, upstreams };
         models.add_loaded(engine, &profiles, bytes, files);
         models
     }
@@ -142,8 +180,10 @@ impl Models {
         let name = engine.info().model.clone();
         let index = self.pool.add_loaded(&name, engine.into(), bytes);
         self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
-        let (granted, facts) = (None, Arc::default());
-        self.served.push(Served { name, on_demand: false, granted, files, facts });
+        let (named_by, granted) = (NamedBy::Configuration, None);
+        let facts = Arc::default();
+        let served = Served { name, named_by, on_demand: false, granted, files, facts };
+        self.served.write().push(served);
     }
 
     /// Adds a model that is loaded on demand: for `profiles`, and for all that use the first model.
@@ -153,22 +193,24 @@ impl Models {
         recipe: Arc<dyn Recipe>,
         profiles: &[String],
     ) {
-        let name = settings.name.clone();
+        let served = Served::on_demand(&settings.name, NamedBy::Configuration, recipe.clone());
         let index = self.pool.add(settings);
-        self.pool.starter().add(index, recipe.clone());
+        self.pool.starter().add(index, recipe);
         self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
-        let files: Arc<dyn Files> = Arc::new(move || recipe.folder().ok());
-        self.served.push(Served {
-            name,
-            on_demand: true,
-            granted: None,
-            files: Some(files),
-            facts: Arc::default(),
-        });
+        self.served.write().push(served);
     }
 
-    /// Sets the aliases, which have been checked against the names of the models.
+    /// Sets the aliases, which have been checked against the names of the configured models. They take precedence over
+    /// the names of models that an operator serves, which are withdrawn.
     pub fn set_aliases(&self, aliases: BTreeMap<String, String>) {
+        for alias in aliases.keys() {
+            if self.withdraw(alias) {
+                tracing::warn!(
+                    model = alias,
+                    "model is not served any more: an alias has its name"
+                );
+            }
+        }
         *self.aliases.write() = aliases;
     }
 
@@ -184,12 +226,26 @@ impl Models {
 
     /// Index of the model with this name.
     pub fn named(&self, model: &str) -> Option<usize> {
-        self.served.iter().position(|served| served.name == model)
+        self.index_of(model).filter(|&index| !self.pool.is_withdrawn(index))
+    }
+
+    /// Index of the model with this name, also if it was withdrawn.
+    fn index_of(&self, model: &str) -> Option<usize> {
+        self.served.read().iter().position(|served| served.name == model)
     }
 
     /// The name of a model.
-    pub fn name(&self, index: usize) -> &str {
-        &self.served[index].name
+    pub fn name(&self, index: usize) -> String {
+        self.served.read()[index].name.clone()
+    }
+
+    /// The models that are served, with their indices and reports.
+    fn current(&self) -> Vec<(usize, Served, Report)> {
+        // The list may be longer, and never is shorter.
+        let reports = self.pool.report().into_iter().enumerate();
+        let served = self.served.read();
+        let current = reports.filter(|(_, report)| !report.withdrawn);
+        current.map(|(index, report)| (index, served[index].clone(), report)).collect()
     }
 
     /// The engine of a model, if it has one and is loaded: for reports, not for requests.
@@ -204,12 +260,13 @@ impl Models {
 
     /// Whether an upstream computes a model.
     pub fn is_of_upstream(&self, index: usize) -> bool {
-        self.served[index].granted.is_some()
+        self.served.read()[index].granted.is_some()
     }
 
     /// The engines of all loaded models, that of `[model]` first.
     pub fn engines(&self) -> Vec<Engine> {
-        (0..self.served.len()).filter_map(|index| self.engine(index)).collect()
+        let count = self.served.read().len();
+        (0..count).filter_map(|index| self.engine(index)).collect()
     }
 
     /// The policies, which all models share.
@@ -218,8 +275,8 @@ impl Models {
     }
 
     /// The names of all models, without profiles and aliases.
-    pub fn own_names(&self) -> impl Iterator<Item = &str> {
-        self.served.iter().map(|served| served.name.as_str())
+    pub fn own_names(&self) -> Vec<String> {
+        self.current().into_iter().map(|(_, served, _)| served.name).collect()
     }
 
     /// Names of the profiles.
@@ -231,15 +288,14 @@ impl Models {
     /// `model@profile` for each profile but `default`, and the aliases.
     pub fn names(&self) -> Vec<Name> {
         let name = |name: String, index| Name { name, index, alias_of: None };
-        let own = self.served.iter().enumerate();
-        let own = own.filter(|(index, served)| {
+        let own = self.current().into_iter();
+        let own = own.filter(|(index, served, _)| {
             let is_granted = served.granted.as_ref().is_some_and(|granted| !granted.is_empty());
             *index == 0 || served.on_demand || is_granted
         });
-        let mut names: Vec<_> =
-            own.map(|(index, served)| name(served.name.clone(), index)).collect();
+        let mut names: Vec<_> = own.map(|(index, served, _)| name(served.name, index)).collect();
         for (profile, &index) in self.of_profile.iter().filter(|(name, _)| *name != "default") {
-            names.push(name(format!("{}@{profile}", self.served[index].name), index));
+            names.push(name(format!("{}@{profile}", self.name(index)), index));
         }
         let aliases = self.aliases.read().clone().into_iter().filter_map(|(alias, target)| {
             let (index, _) = self.resolve_model(&target)?;
@@ -281,7 +337,7 @@ impl Models {
     /// Whether requests of `profile` may use a model.
     fn serves(&self, index: usize, profile: &str) -> bool {
         let Some(&own) = self.of_profile.get(profile) else { return false };
-        let served = &self.served[index];
+        let served = &self.served.read()[index];
         let is_granted = served.granted.as_ref().is_some_and(|granted| granted.contains(profile));
         own == index || own == 0 && served.on_demand || is_granted
     }
@@ -302,7 +358,7 @@ impl Models {
     /// Waits until a model is loaded, and keeps it so until the lease is dropped.
     ///
     /// # Errors
-    /// If it cannot be loaded, there is no room for it, or `deadline` is over.
+    /// If it cannot be loaded or was withdrawn, there is no room for it, or `deadline` is over.
     pub async fn acquire(&self, index: usize, deadline: Instant) -> Result<Lease, Refusal> {
         self.pool.acquire(index, deadline).await
     }
@@ -313,55 +369,51 @@ impl Models {
         self.pool.keep(index, keep_alive)
     }
 
-    /// All models. Blocks: reads files.
+    /// All models by index, also those that were withdrawn. Blocks: reads files.
     pub fn describe(&self) -> Vec<Description> {
-        let reports = self.pool.report().into_iter().enumerate();
-        reports.map(|(index, report)| self.description(index, report)).collect()
+        // The list may be longer, and never is shorter.
+        let reports = self.pool.report();
+        let served = self.served.read().clone();
+        let all = served.into_iter().zip(reports).enumerate();
+        all.map(|(index, (served, report))| self.description(index, &served, report)).collect()
     }
 
-    fn description(&self, index: usize, report: Report) -> Description {
-        let Served { name, files, facts, .. } = &self.served[index];
-        let folder = || files.as_ref().and_then(|files| files.folder());
-        let state = self.state(index, &report);
+    fn description(&self, index: usize, served: &Served, report: Report) -> Description {
+        let state = served.state(&report);
         let is_missing = state == "missing";
         let read = || {
-            let facts = Facts::read(&folder()?).ok()?;
-            Some(self.served[index].facts.get_or_init(|| Arc::new(facts)).clone())
+            let facts = Facts::read(&served.folder()?).ok()?;
+            Some(served.facts.get_or_init(|| Arc::new(facts)).clone())
         };
         Description {
-            name: name.clone(),
+            name: served.name.clone(),
             state,
-            facts: facts.get().cloned().filter(|_| !is_missing).or_else(read),
+            facts: served.facts.get().cloned().filter(|_| !is_missing).or_else(read),
             engine: self.engine(index),
             report,
         }
     }
 
     /// States and counts of all models, by name.
-    pub fn reports(&self) -> Vec<(&str, Report)> {
-        self.own_names().zip(self.pool.report()).collect()
-    }
-
-    /// State of a model with this report, for clients. Blocks while it looks for files.
-    fn state(&self, index: usize, report: &Report) -> &'static str {
-        if self.is_of_upstream(index) {
-            return "upstream";
-        }
-        let files = || self.served[index].files.as_ref().and_then(|files| files.folder());
-        let is_missing = report.state == State::OnDisk && files().is_none();
-        if is_missing { "missing" } else { report.state.name() }
+    pub fn reports(&self) -> Vec<(String, Report)> {
+        self.current().into_iter().map(|(_, served, report)| (served.name, report)).collect()
     }
 
     /// Names, states and reports of all models. Blocks while it looks for files.
     pub fn states(&self) -> Vec<(String, &'static str, Report)> {
-        let reports = self.pool.report().into_iter().enumerate();
-        let one = |(index, report)| (self.name(index).into(), self.state(index, &report), report);
-        reports.map(one).collect()
+        let one = |(_, served, report): (usize, Served, Report)| {
+            let state = served.state(&report);
+            (served.name, state, report)
+        };
+        self.current().into_iter().map(one).collect()
     }
 
-    /// Folders of the files of all models that are on this machine. Blocks while it looks for them.
-    pub fn folders(&self) -> impl Iterator<Item = PathBuf> {
-        self.served.iter().filter_map(|served| served.files.as_ref()?.folder())
+    /// Folders of the files of all models that are on this machine, with who has named the model. Blocks while it looks
+    /// for them.
+    pub fn folders(&self) -> Vec<(PathBuf, NamedBy)> {
+        let folder =
+            |(_, served, _): (usize, Served, Report)| Some((served.folder()?, served.named_by));
+        self.current().into_iter().filter_map(folder).collect()
     }
 
     /// Most bytes of the weights of all loaded models.

@@ -14,7 +14,7 @@ use steersman_upstream::{
 };
 use tokio::runtime::Builder;
 
-use super::{Backend, Models, Served};
+use super::{Backend, Models, NamedBy, Served};
 use crate::config::ServerConfig;
 
 impl Models {
@@ -68,7 +68,9 @@ impl Models {
         let index = self.pool.add_loaded(&name, Backend::Upstream(model), 0);
         self.of_profile.extend(own.into_iter().map(|profile| (profile, index)));
         let (granted, facts) = (Some(granted), Arc::default());
-        self.served.push(Served { name, on_demand: false, granted, files: None, facts });
+        let named_by = NamedBy::Configuration;
+        let served = Served { name, named_by, on_demand: false, granted, files: None, facts };
+        self.served.write().push(served);
     }
 }
 

@@ -36,6 +36,7 @@ mod request;
 mod rerank;
 mod responses;
 mod round_trip;
+mod serve;
 mod session;
 mod structure;
 mod talk;

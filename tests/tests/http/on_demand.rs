@@ -12,15 +12,15 @@ use tokio::runtime::Handle;
 use crate::*;
 
 /// A model that takes three of the five bytes that there are.
-struct Scripted {
-    name: &'static str,
-    script: fn() -> Vec<Act>,
-    kind: Kind,
-    starts: AtomicUsize,
+pub struct Scripted {
+    pub name: String,
+    pub script: fn() -> Vec<Act>,
+    pub kind: Kind,
+    pub starts: AtomicUsize,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+pub enum Kind {
     Ready,
     /// Its files are not there.
     Missing,
@@ -46,7 +46,7 @@ impl Recipe for Scripted {
             bail!("/secret/path/model.safetensors is damaged");
         }
         let (queue, script) = (Arc::new(Queue::new(8)), self.script);
-        let (engine, _) = engine_on(queue.clone(), self.name, move |_| script());
+        let (engine, _) = engine_on(queue.clone(), &self.name, move |_| script());
         let runtime = Handle::current();
         let thread = steersman_engine::EngineThread::spawn(move || {
             while !queue.is_stopping() {
@@ -68,7 +68,7 @@ fn app_of(models: &[ScriptedModel]) -> (Router, Vec<Arc<Scripted>>) {
     let mut recipes = Vec::new();
     for &(name, script, kind) in models {
         let starts = AtomicUsize::default();
-        let recipe = Arc::new(Scripted { name, script, kind, starts });
+        let recipe = Arc::new(Scripted { name: name.into(), script, kind, starts });
         recipes.push(recipe.clone());
         let settings = Settings { name: name.into(), keep_alive: None, pinned: false };
         all.add_on_demand(settings, recipe, &[]);

@@ -166,7 +166,12 @@ async fn clients_of_ollama_remove_models_that_the_configuration_does_not_name() 
     for model in all["models"].as_array_mut().unwrap() {
         assert!(model["bytes"].take().as_u64().unwrap() > 0, "{model}");
     }
-    let entry = |model: &str, served: bool| json!({"model": model, "bytes": null, "complete": true, "served": served});
+    let entry = |model: &str, served: bool| {
+        let toml = format!("[models.\"{model}\"]\npath = \"{model}\"\n");
+        let served_by = served.then_some("configuration");
+        let own = json!([{"model": model, "served_by": served_by, "toml": toml}]);
+        json!({"model": model, "bytes": null, "complete": true, "served": served, "models": own})
+    };
     assert_eq!(all, json!({"models": [entry("owner/other", false), entry("owner/tiny", true)]}));
     assert_eq!(delete("op", json!({"name": "owner/other"})).await, (200, String::new()));
     assert!(!folder.exists());

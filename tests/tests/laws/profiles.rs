@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use steersman::config::ServerConfig;
-use steersman::models::{self, Loaded};
+use steersman::models::{self, Loaded, Recipe};
 use steersman_engine::config::{Profile, ProfileLimits};
 use steersman_engine::request::{FinishReason, Request};
 use steersman_engine::{Error, RequestError};
+use steersman_models::hub::Hub;
 use steersman_tests::{Running, ask, config, run, tiny_model};
 
 fn engine_with(limits: ProfileLimits) -> Running {
@@ -105,6 +106,45 @@ fn each_model_of_a_profile_is_loaded_and_has_a_store_of_its_own() {
     for file in ["state.redb", "state-tiny.redb"] {
         assert!(data.path().join(file).is_file(), "{file}");
     }
+}
+
+/// A model of the cache that an operator serves is for the profiles that have no model of their own.
+#[test]
+fn a_model_of_the_cache_has_the_profiles_of_the_first_model_and_a_store_of_its_own() {
+    const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
+    let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let own = folder.path().join("tiny");
+    let repo = folder.path().join("models--owner--spare");
+    let snapshot = repo.join("snapshots").join(SHA);
+    for folder in [&own, &snapshot] {
+        fs::create_dir_all(folder).unwrap();
+        tiny_model(folder);
+    }
+    fs::create_dir_all(repo.join("refs")).unwrap();
+    fs::write(repo.join("refs/main"), SHA).unwrap();
+    let hub = Hub {
+        endpoint: "http://127.0.0.1:1".into(),
+        cache: folder.path().into(),
+        token: None,
+        offline: true,
+    };
+    let Loaded { models, threads, .. } = two(&own, data.path()).unwrap();
+    // None is downloaded.
+    let error = models.recipe(&hub, "owner/none").unwrap().folder().unwrap_err().to_string();
+    assert!(error.contains("owner/none is not on this machine"), "{error}");
+    let recipe = models.recipe(&hub, "owner/spare").unwrap();
+    assert_eq!(recipe.folder().unwrap(), snapshot);
+    assert!(recipe.bytes().unwrap() > 0);
+    let (engine, thread) = recipe.start().unwrap();
+    assert_eq!(engine.info().model, "owner/spare");
+    let profiles = &engine.info().profiles;
+    assert!(profiles.contains(&"default".into()), "{profiles:?}");
+    assert!(!profiles.contains(&"small".into()), "it names a model: {profiles:?}");
+    let words = run(&engine, Request { max_tokens: Some(5), ..ask("w1 w2 w3") }).answer;
+    assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
+    drop((engine, recipe, models));
+    threads.into_iter().chain([thread]).for_each(|thread| thread.join().unwrap());
+    assert!(data.path().join("state-owner-spare.redb").is_file());
 }
 
 #[test]

@@ -55,6 +55,8 @@ pub struct Report {
     pub unloads: u64,
     /// How long the last load took.
     pub load_time: Option<Duration>,
+    /// Whether it is not served any more.
+    pub withdrawn: bool,
 }
 
 /// Why a request gets no model.
@@ -81,6 +83,12 @@ pub enum Refusal {
         free: u64,
         /// The budget of all models.
         budget: u64,
+    },
+    /// It is not served any more.
+    #[error("`{model}` is not served any more")]
+    Withdrawn {
+        /// The model.
+        model: String,
     },
     /// Others were in use for the time that a request waits for room.
     #[error("no room for `{model}`, because requests use {in_use}")]

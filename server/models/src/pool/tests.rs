@@ -317,3 +317,36 @@ async fn a_model_that_is_loaded_from_the_start_counts_and_stays() {
     let refusal = Refusal::TooLarge { model: "m1".into(), bytes: 5, free: 4, budget: 6 };
     assert!(refusal.to_string().contains("5 bytes"), "{refusal}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_withdrawn_model_keeps_its_requests_and_gets_no_others() {
+    let (pool, fake) = pool(&[3, 3], &[], 5, WAIT);
+    let withdrawn = Refusal::Withdrawn { model: "m0".into() };
+    let second = Duration::from_secs(1);
+    let lease = pool.acquire(0, later()).await.unwrap();
+    pool.withdraw(0);
+    // The request that has it may ask for it to stay, as it was served then.
+    pool.keep(0, None);
+    tokio::time::sleep(second).await;
+    assert_eq!(states(&pool), "L-");
+    assert_eq!(ask(&pool, 0, Duration::ZERO).await.unwrap_err(), withdrawn);
+    drop(lease);
+    tokio::time::sleep(second).await;
+    assert_eq!(states(&pool), "--");
+    assert!(pool.is_withdrawn(0) && pool.report()[0].withdrawn && !pool.report()[1].withdrawn);
+
+    // A request that waits for its room learns it at once.
+    pool.restore(0);
+    let lease = pool.acquire(1, later()).await.unwrap();
+    let waiting = pool.clone();
+    let waiting = tokio::spawn(async move { ask(&waiting, 0, Duration::ZERO).await });
+    tokio::time::sleep(second).await;
+    pool.withdraw(0);
+    assert_eq!(waiting.await.unwrap().unwrap_err(), withdrawn);
+    drop(lease);
+    pool.restore(0);
+    ask(&pool, 0, Duration::ZERO).await.unwrap();
+    tokio::time::sleep(second).await;
+    assert_eq!(states(&pool), "L-", "it stays as before");
+    assert_eq!(*fake.wrong.lock(), [""; 0]);
+}

@@ -50,12 +50,12 @@ impl EngineSnapshot {
 }
 
 /// Loads and unloads of models, and what is loaded.
-fn register_models(registry: &mut Registry, models: &[(&str, Report)]) {
+fn register_models(registry: &mut Registry, models: &[(String, Report)]) {
     let loads = Family::<Model, Counter>::default();
     let unloads = Family::<Model, Counter>::default();
     let loaded = Family::<Model, Gauge<u64, AtomicU64>>::default();
     for (name, report) in models {
-        let label = [("model", (*name).to_string())];
+        let label = [("model", name.clone())];
         loads.get_or_create(&label).inc_by(report.loads);
         unloads.get_or_create(&label).inc_by(report.unloads);
         loaded.get_or_create(&label).set((report.state == ModelState::Loaded).into());

@@ -205,6 +205,14 @@ pub struct Pull {
     insecure: Option<bool>,
 }
 
+/// A model in the cache of the server's machine.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct ServeModel {
+    /// As for a download.
+    model: String,
+}
+
 /// The token of the link that the server printed.
 #[derive(JsonSchema)]
 #[schemars(deny_unknown_fields)]
