@@ -8,7 +8,7 @@
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
-import { copyFileSync, existsSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { chmodSync, copyFileSync, existsSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
@@ -51,6 +51,33 @@ SELECT *
 See [the manual](https://example.org/manual "Manual"), or https://example.org/a_b_(c).
 
 snake_case_name, 2 * 3 * 4, [no](javascript:alert(1)), <b>no</b>, C:\\new`;
+/** Python's classes of clients, which print what they are called with: the packages are tested by tests/*_client.py. */
+const CLASSES = `
+import atexit, json
+calls = []
+atexit.register(lambda: print("\\n" + json.dumps(calls)))
+class Class:
+    def __init__(self, name):
+        self.name = name
+    def __getattr__(self, name):
+        return Class(f"{self.name}.{name}")
+    def __getitem__(self, index):
+        return Class(f"{self.name}[{index}]")
+    def __iter__(self):
+        return iter([])
+    def __call__(self, *args, **options):
+        calls.append([self.name, list(args), options])
+        return Class(f"{self.name}()")
+OpenAI, Anthropic, Client, ChatOpenAI = map(Class, ["OpenAI", "Anthropic", "Client", "ChatOpenAI"])
+`;
+const MESSAGES = [{ role: "user", content: "What is the capital of Italy?" }];
+/** What the settings for each package of Python call. */
+const EXPECTED_CALLS = {
+  openai: (url) => [["OpenAI", [], { base_url: `${url}/v1`, api_key: CLIENT }], ["OpenAI().chat.completions.create", [], { model: "gpt-small", messages: MESSAGES }]],
+  anthropic: (url) => [["Anthropic", [], { base_url: url, api_key: CLIENT }], ["Anthropic().messages.create", [], { model: "gpt-small", max_tokens: 1000, messages: MESSAGES }]],
+  ollama: (url) => [["Client", [url], { headers: { Authorization: `Bearer ${CLIENT}` } }], ["Client().chat", [], { model: "gpt-small", messages: MESSAGES }]],
+  langchain_openai: (url) => [["ChatOpenAI", [], { model: "gpt-small", base_url: `${url}/v1`, api_key: CLIENT }], ["ChatOpenAI().invoke", [MESSAGES[0].content], {}]],
+};
 /** Milliseconds to wait for anything, on busy machines. */
 const PATIENCE = 120_000;
 
@@ -102,6 +129,29 @@ sampling = { temperature = 0.6, top_p = 0.95 }
   throw new Error(`the server did not start:\n${log}`);
 }
 
+/** Starts a server without keys in a terminal, as its owner does. Returns its address, the link that it prints, and how to stop it. */
+async function serveInTerminal() {
+  const program = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))";
+  const server = spawn("python3", ["-c", program, BINARY, "serve", "--port", "0", "--data-dir", join(work, "own")], {
+    stdio: ["pipe", "pipe", "inherit"],
+    env: { ...process.env, HF_HUB_OFFLINE: "1" },
+  });
+  const ended = new Promise((done) => server.once("exit", done));
+  const stop = () => {
+    server.stdin.write("\x03");
+    return ended;
+  };
+  let log = "";
+  for await (const line of createInterface({ input: server.stdout })) {
+    log += `${line}\n`;
+    const [, url, path] = line.match(/(http:\/\/[^\s/]+)(\/#\/enter\/[\w-]+)/) ?? [];
+    if (!path) continue;
+    server.stdout.resume();
+    return { url, path, stop };
+  }
+  throw new Error(`the server did not start:\n${log}`);
+}
+
 /** Sends a chat request; returns its reply. */
 async function ask(url, content, extra = {}) {
   const response = await fetch(`${url}/v1/chat/completions`, {
@@ -124,7 +174,7 @@ async function run(program, args, env) {
 }
 
 /** A page of a fresh browser context, and what went wrong in it. */
-async function open(browser, url, { size = SIZES.desk, theme = "light", key } = {}) {
+async function open(browser, url, { size = SIZES.desk, theme = "light", key, path = "/" } = {}) {
   const context = await browser.newContext({ viewport: size, colorScheme: theme, reducedMotion: "reduce" });
   const page = await context.newPage();
   page.setDefaultTimeout(PATIENCE);
@@ -138,7 +188,7 @@ async function open(browser, url, { size = SIZES.desk, theme = "light", key } = 
     // Chromium reports every answer with an error status; the tests look at these themselves.
     if (message.type() === "error" && !message.text().startsWith("Failed to load resource")) seen.errors.push(message.text());
   });
-  await page.goto(`${url}/`);
+  await page.goto(`${url}${path}`);
   if (key) await enter(page, key);
   return { page, seen, context };
 }
@@ -179,6 +229,12 @@ async function reply(page, content) {
   return bodies;
 }
 
+/** Bytes of the first size in a text, as `1.5 MiB`. */
+function size(text) {
+  const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/);
+  return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit);
+}
+
 /** What must be true of every page. */
 async function check(page, seen, name) {
   const width = await page.evaluate(() => [document.scrollingElement.scrollWidth, innerWidth]);
@@ -192,7 +248,47 @@ async function check(page, seen, name) {
   assert.deepEqual(seen.foreign, [], `requests to other hosts on ${name}`);
 }
 
+/** Before the server has answered a request: arrays are counted after the first pass, and accounts from the start. */
+async function idleServerShowsItsMemory({ browser, url }) {
+  const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+  await page.waitForSelector(".empty:has-text('No requests are running'):visible");
+  await page.waitForSelector("#running-more:text-is('the server is idle')");
+  const [{ bytes }] = (await (await fetch(`${url}/health`)).json()).engines;
+  assert.ok(!bytes.arrays && bytes.weights > 1_000_000, JSON.stringify(bytes));
+  const shown = await page.textContent("#memory");
+  assert.ok(size(shown) > 0.9 * bytes.weights, shown);
+  await check(page, seen, "an idle server");
+  await context.close();
+}
+
 const TESTS = {
+  async "the link that a server prints makes its owner an operator, once"({ browser }) {
+    const own = await serveInTerminal();
+    try {
+      const { page, seen, context } = await open(browser, own.url, { path: own.path });
+      const is = (page, words) => page.waitForFunction((words) => document.querySelector("#connection").textContent === words, words);
+      await is(page, "Operator");
+      assert.equal(page.url(), `${own.url}/#/requests`);
+      assert.ok(!(await page.evaluate(() => document.documentElement.outerHTML)).includes(own.path.split("/").at(-1)));
+      await page.reload();
+      await is(page, "Operator");
+      await visit(page, "keys");
+      await page.waitForSelector("#key-name");
+      await check(page, seen, "the console of its owner");
+      // Others are no operators, and the link does not work again.
+      const other = await open(browser, own.url);
+      await is(other.page, "No key");
+      await other.page.goto(`${own.url}${own.path}`);
+      await other.page.waitForSelector("#key-problem:visible");
+      assert.match(await other.page.textContent("#key-problem"), /link/);
+      await is(other.page, "No key");
+      await check(other.page, other.seen, "a link that was used");
+      await Promise.all([context.close(), other.context.close()]);
+    } finally {
+      await own.stop();
+    }
+  },
+
   async "nothing is shown without a key"({ browser, url }) {
     const { page, seen, context } = await open(browser, url);
     await page.waitForSelector("#key-dialog[open]");
@@ -482,12 +578,28 @@ const TESTS = {
     const { limit } = provider.steersman.models["gpt-small"];
     assert.ok(limit.context > limit.output && texts.Codex.includes(`model_context_window = ${limit.context}`), JSON.stringify(limit));
     for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"], ["Ollama for Python", "ollama"], ["LangChain", "langchain_openai"]]) {
-      // What Python reads: the packages are tested by tests/*_client.py.
-      await run("python3", ["-c", "import ast, sys; ast.parse(sys.argv[1])", texts[name]], env);
-      assert.ok(texts[name].includes(`from ${package_} import`));
+      writeFileSync(join(work, `${package_}.py`), CLASSES);
+      const calls = (await run("python3", ["-c", texts[name]], { ...env, PYTHONPATH: work })).trim().split("\n").at(-1);
+      assert.deepEqual(JSON.parse(calls), EXPECTED_CALLS[package_](url), name);
     }
     await run("python3", ["-c", "import sys, tomllib; assert tomllib.loads(sys.argv[1])['model_providers']['steersman']['wire_api'] == 'responses'", texts.Codex], env);
-    for (const name of ["Claude Code", "aider"]) await run("sh", ["-n", "-c", texts[name]], env);
+    // In place of the programs: one that prints what it was given.
+    const programs = join(work, "programs");
+    mkdirSync(programs);
+    const given = async (name, program) => {
+      writeFileSync(join(programs, program), `#!${process.execPath}\nconsole.log(JSON.stringify({ args: process.argv.slice(2), env: process.env }));\n`);
+      chmodSync(join(programs, program), 0o755);
+      return JSON.parse(await run("sh", ["-c", texts[name]], { ...env, PATH: `${programs}:${process.env.PATH}` }));
+    };
+    const claude = await given("Claude Code", "claude");
+    const set = Object.entries(claude.env).filter(([variable, value]) => /^(ANTHROPIC|CLAUDE_CODE)_/.test(variable) && env[variable] !== value);
+    assert.deepEqual(Object.fromEntries(set), {
+      ANTHROPIC_BASE_URL: url, ANTHROPIC_AUTH_TOKEN: CLIENT, ANTHROPIC_MODEL: "gpt-small", ANTHROPIC_DEFAULT_OPUS_MODEL: "gpt-small",
+      ANTHROPIC_DEFAULT_SONNET_MODEL: "gpt-small", ANTHROPIC_DEFAULT_HAIKU_MODEL: "gpt-small", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+    });
+    assert.deepEqual(claude.args, []);
+    const { args } = await given("aider", "aider");
+    assert.deepEqual(args, ["--model", "openai/gpt-small", "--openai-api-base", `${url}/v1`, "--openai-api-key", CLIENT]);
     await context.close();
   },
 
@@ -616,8 +728,17 @@ const TESTS = {
     await visit(page, "models");
     await page.waitForSelector(".figure");
     const memory = await page.textContent("section[aria-labelledby=memory-title]");
-    const size = (text) => { const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/); return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit); };
     assert.ok(size(memory) >= size(memory.split("Weights")[1]), memory);
+    // A time of another day has its date.
+    const [now, earlier, day, none] = await page.evaluate(async () => {
+      const { time } = await import("/console/dom.js");
+      const before = new Date(Date.now() - 3 * 86_400_000);
+      const day = [before.getFullYear(), before.getMonth() + 1, before.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
+      return [time(Date.now() / 1000), time(before / 1000), day, time(null)];
+    });
+    assert.match(now, /^\d\d:\d\d:\d\d$/);
+    assert.match(earlier, /^\S+ \d\d:\d\d:\d\d$/);
+    assert.deepEqual([earlier.split(" ")[0], none], [day, "–"]);
     await check(page, seen, "models");
     await context.close();
   },
@@ -814,7 +935,8 @@ const TESTS = {
     assert.ok(await isDown());
     await check(page, seen, "the log");
     await page.fill("#log-filter", id.toUpperCase());
-    assert.deepEqual(await page.locator(".log-line").count(), await line.count());
+    const found = await line.count();
+    assert.ok(found > 0 && found === await page.locator(".log-line").count(), `${found} lines`);
     await page.fill("#log-filter", "");
     await page.selectOption("#log-level", "WARN");
     assert.equal(await line.count(), 0);
@@ -877,6 +999,33 @@ const TESTS = {
     await page.waitForSelector(".shadow-report .records li");
     await check(page, seen, "policies");
     await page.screenshot({ path: join(pictures, "policies-shadow.png"), fullPage: true });
+    await context.close();
+  },
+
+  async "policies say why none can be pushed, and that no version is active"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    let retries = false;
+    // As on a server without policy.folder, and with a component that does not compile: tests/monitoring.py has one.
+    await page.route("**/v1/policies", async (route) => {
+      const response = await route.fetch();
+      const report = await response.json();
+      const of = (wanted) => report.policies.find(({ name }) => name === wanted);
+      of("passthrough").file = null;
+      Object.assign(of("house"), { sha256: "", retries, problem: { at: Date.now() / 1000, message: "it takes more than 8 s" } });
+      return route.fulfill({ response, json: report });
+    });
+    await visit(page, "policies");
+    const shipped = page.locator("section[aria-labelledby=policy-passthrough]");
+    await shipped.getByText("It is in the binary: set policy.folder to push versions of it.").waitFor();
+    assert.ok(await shipped.locator("[data-act=push]").isDisabled());
+    const house = page.locator("section[aria-labelledby=policy-house]");
+    const notice = () => house.locator(".notice.bad").first().textContent();
+    assert.equal(await notice(), "No version is active: it fails in every requestPush another version, or replace its file.");
+    assert.match(await house.locator(".notice.bad").nth(1).textContent(), /^It did not compile at \d\d:\d\d:\d\d\s*it takes more than 8 s$/);
+    assert.ok(await house.locator("[data-act=push]").isEnabled());
+    await check(page, seen, "a policy that is not active");
+    retries = true;
+    await house.getByText("The server compiles it again by itself.").waitFor();
     await context.close();
   },
 
@@ -1058,6 +1207,7 @@ try {
   assert.ok(BROWSER, "no Chromium: set CHROMIUM to its path");
   // As root, Chromium has no sandbox.
   browser = await chromium.launch({ executablePath: BROWSER, args: process.getuid?.() === 0 ? ["--no-sandbox"] : [] });
+  await idleServerShowsItsMemory({ browser, url });
   for (const prompt of ["What is the capital of Italy?", "What is the capital of Italy?", LOOP]) await ask(url, prompt);
   for (const [name, test] of Object.entries(TESTS)) {
     const started = performance.now();
