@@ -16,11 +16,10 @@ import { chromium } from "playwright-core";
 
 import chat from "./console/chat.mjs";
 import operate from "./console/operate.mjs";
-import { ROOT, OPERATOR, CLIENT, LOOP, work, pictures, ask } from "./console/page.mjs";
-import requests from "./console/requests.mjs";
+import { ROOT, BINARY, OPERATOR, CLIENT, LOOP, work, pictures, ask } from "./console/page.mjs";
+import requests, { idleServerShowsItsMemory } from "./console/requests.mjs";
 import views from "./console/views.mjs";
 
-const BINARY = process.argv[2] ?? join(process.env.CARGO_TARGET_DIR ?? join(ROOT, "target"), "debug/steersman");
 const BROWSER = process.env.CHROMIUM ?? ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
 /** A server is started once: what a test sends is seen by those after it. */
 const TESTS = [chat, requests, operate, views].flatMap(Object.entries);
@@ -75,6 +74,7 @@ try {
   assert.ok(BROWSER, "no Chromium: set CHROMIUM to its path");
   // As root, Chromium has no sandbox.
   browser = await chromium.launch({ executablePath: BROWSER, args: process.getuid?.() === 0 ? ["--no-sandbox"] : [] });
+  await idleServerShowsItsMemory({ browser, url });
   for (const prompt of ["What is the capital of Italy?", "What is the capital of Italy?", LOOP]) await ask(url, prompt);
   for (const [name, test] of TESTS) {
     const started = performance.now();

@@ -9,6 +9,7 @@ import { join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 
 export const ROOT = resolve(fileURLToPath(import.meta.url), "../../..");
+export const BINARY = process.argv[2] ?? join(process.env.CARGO_TARGET_DIR ?? join(ROOT, "target"), "debug/steersman");
 export const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 export const OPERATOR = "operator-secret-key";
 export const CLIENT = "client-secret-key";
@@ -45,7 +46,7 @@ export async function run(program, args, env) {
 }
 
 /** A page of a fresh browser context, and what went wrong in it. */
-export async function open(browser, url, { size = SIZES.desk, theme = "light", key } = {}) {
+export async function open(browser, url, { size = SIZES.desk, theme = "light", key, path = "/" } = {}) {
   const context = await browser.newContext({ viewport: size, colorScheme: theme, reducedMotion: "reduce" });
   const page = await context.newPage();
   page.setDefaultTimeout(PATIENCE);
@@ -59,7 +60,7 @@ export async function open(browser, url, { size = SIZES.desk, theme = "light", k
     // Chromium reports every answer with an error status; the tests look at these themselves.
     if (message.type() === "error" && !message.text().startsWith("Failed to load resource")) seen.errors.push(message.text());
   });
-  await page.goto(`${url}/`);
+  await page.goto(`${url}${path}`);
   if (key) await enter(page, key);
   return { page, seen, context };
 }

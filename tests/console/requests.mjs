@@ -3,7 +3,27 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
 
-import { OPERATOR, LOOP, pictures, ask, run, open, visit, say, reply, check } from "./page.mjs";
+import { OPERATOR, LOOP, pictures, ask, open, visit, say, check } from "./page.mjs";
+
+/** Bytes of the first size in a text, as `1.5 MiB`. */
+function size(text) {
+  const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/);
+  return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit);
+}
+
+/** Before the server has answered a request: arrays are counted after the first pass, and accounts from the start. */
+export async function idleServerShowsItsMemory({ browser, url }) {
+  const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+  await page.waitForSelector(".empty:has-text('No requests are running'):visible");
+  await page.waitForSelector("section:has(h2:text-is('Recent requests')) .empty:has-text('No request yet'):visible");
+  await page.waitForSelector("#running-more:text-is('the server is idle')");
+  const [{ bytes }] = (await (await fetch(`${url}/health`)).json()).engines;
+  assert.ok(!bytes.arrays && bytes.weights > 1_000_000, JSON.stringify(bytes));
+  const shown = await page.textContent("#memory");
+  assert.ok(size(shown) > 0.9 * bytes.weights, shown);
+  await check(page, seen, "an idle server");
+  await context.close();
+}
 
 export default {
   async "a request is watched while it runs"({ browser, url }) {
@@ -58,7 +78,6 @@ export default {
     await visit(page, "models");
     await page.waitForSelector(".figure");
     const memory = await page.textContent("section[aria-labelledby=memory-title]");
-    const size = (text) => { const [, value, unit] = text.match(/([\d.]+) ([KMG]?i?B)/); return value * 1024 ** ["B", "KiB", "MiB", "GiB"].indexOf(unit); };
     assert.ok(size(memory) >= size(memory.split("Weights")[1]), memory);
     await check(page, seen, "models");
     await context.close();

@@ -1,11 +1,98 @@
-// All views: who sees them, how they look, and the keyboard.
+// All views: who sees them, how they look, settings for clients, and the keyboard.
 
 import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { chmodSync, mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
+import { createInterface } from "node:readline";
 
-import { OPERATOR, CLIENT, VIEWS, SIZES, work, pictures, run, open, visit, check } from "./page.mjs";
+import { BINARY, OPERATOR, CLIENT, VIEWS, SIZES, PATIENCE, work, pictures, run, open, visit, check } from "./page.mjs";
+
+/** Python's classes of clients, which print what they are called with: the packages are tested by tests/*_client.py. */
+const CLASSES = `
+import atexit, json
+calls = []
+atexit.register(lambda: print("\\n" + json.dumps(calls)))
+class Class:
+    def __init__(self, name):
+        self.name = name
+    def __getattr__(self, name):
+        return Class(f"{self.name}.{name}")
+    def __getitem__(self, index):
+        return Class(f"{self.name}[{index}]")
+    def __iter__(self):
+        return iter([])
+    def __call__(self, *args, **options):
+        calls.append([self.name, list(args), options])
+        return Class(f"{self.name}()")
+OpenAI, Anthropic, Client, ChatOpenAI = map(Class, ["OpenAI", "Anthropic", "Client", "ChatOpenAI"])
+`;
+const MESSAGES = [{ role: "user", content: "What is the capital of Italy?" }];
+/** What the settings for each package of Python call. */
+const EXPECTED_CALLS = {
+  openai: (url) => [["OpenAI", [], { base_url: `${url}/v1`, api_key: CLIENT }], ["OpenAI().chat.completions.create", [], { model: "gpt-small", messages: MESSAGES }]],
+  anthropic: (url) => [["Anthropic", [], { base_url: url, api_key: CLIENT }], ["Anthropic().messages.create", [], { model: "gpt-small", max_tokens: 1000, messages: MESSAGES }]],
+  ollama: (url) => [["Client", [url], { headers: { Authorization: `Bearer ${CLIENT}` } }], ["Client().chat", [], { model: "gpt-small", messages: MESSAGES }]],
+  langchain_openai: (url) => [["ChatOpenAI", [], { model: "gpt-small", base_url: `${url}/v1`, api_key: CLIENT }], ["ChatOpenAI().invoke", [MESSAGES[0].content], {}]],
+};
+
+/** Starts a server without keys in a terminal, as its owner does. Returns its address, the link that it prints, and how to stop it. */
+async function serveInTerminal() {
+  const program = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))";
+  const server = spawn("python3", ["-c", program, BINARY, "serve", "--port", "0", "--data-dir", join(work, "own")], {
+    stdio: ["pipe", "pipe", "inherit"],
+    env: { ...process.env, HF_HUB_OFFLINE: "1" },
+  });
+  const ended = new Promise((done) => server.once("exit", done));
+  const stop = () => {
+    server.stdin.write("\x03");
+    return ended;
+  };
+  // One that prints no link would run for ever.
+  const late = setTimeout(() => server.kill(), PATIENCE);
+  let log = "";
+  let link;
+  for await (const line of createInterface({ input: server.stdout })) {
+    log += `${line}\n`;
+    link = line.match(/(http:\/\/[^\s/]+)(\/#\/enter\/[\w-]+)/);
+    if (link) break;
+  }
+  clearTimeout(late);
+  if (!link) throw new Error(`the server did not start:\n${log}`);
+  // The end of the loop may pause the stream, and a full pipe would stop the server.
+  server.stdout.resume();
+  const [, url, path] = link;
+  return { url, path, stop };
+}
 
 export default {
+  async "the link that a server prints makes its owner an operator, once"({ browser }) {
+    const own = await serveInTerminal();
+    try {
+      const { page, seen, context } = await open(browser, own.url, { path: own.path });
+      const is = (page, words) => page.waitForFunction((words) => document.querySelector("#connection").textContent === words, words);
+      await is(page, "Operator");
+      assert.equal(page.url(), `${own.url}/#/requests`);
+      assert.ok(!(await page.evaluate(() => document.documentElement.outerHTML)).includes(own.path.split("/").at(-1)));
+      await page.reload();
+      await is(page, "Operator");
+      await visit(page, "keys");
+      await page.waitForSelector("#key-name");
+      await check(page, seen, "the console of its owner");
+      // Others are no operators, and the link does not work again.
+      const other = await open(browser, own.url);
+      await is(other.page, "No key");
+      await other.page.goto(`${own.url}${own.path}`);
+      await other.page.waitForSelector("#key-problem:visible");
+      assert.match(await other.page.textContent("#key-problem"), /link/);
+      await is(other.page, "No key");
+      await check(other.page, other.seen, "a link that was used");
+      await Promise.all([context.close(), other.context.close()]);
+    } finally {
+      await own.stop();
+    }
+  },
+
   async "nothing is shown without a key"({ browser, url }) {
     const { page, seen, context } = await open(browser, url);
     await page.waitForSelector("#key-dialog[open]");
@@ -63,12 +150,28 @@ export default {
     const { limit } = provider.steersman.models["gpt-small"];
     assert.ok(limit.context > limit.output && texts.Codex.includes(`model_context_window = ${limit.context}`), JSON.stringify(limit));
     for (const [name, package_] of [["OpenAI for Python", "openai"], ["Anthropic for Python", "anthropic"], ["Ollama for Python", "ollama"], ["LangChain", "langchain_openai"]]) {
-      // What Python reads: the packages are tested by tests/*_client.py.
-      await run("python3", ["-c", "import ast, sys; ast.parse(sys.argv[1])", texts[name]], env);
-      assert.ok(texts[name].includes(`from ${package_} import`));
+      writeFileSync(join(work, `${package_}.py`), CLASSES);
+      const calls = (await run("python3", ["-c", texts[name]], { ...env, PYTHONPATH: work })).trim().split("\n").at(-1);
+      assert.deepEqual(JSON.parse(calls), EXPECTED_CALLS[package_](url), name);
     }
     await run("python3", ["-c", "import sys, tomllib; assert tomllib.loads(sys.argv[1])['model_providers']['steersman']['wire_api'] == 'responses'", texts.Codex], env);
-    for (const name of ["Claude Code", "aider"]) await run("sh", ["-n", "-c", texts[name]], env);
+    // In place of the programs: one that prints what it was given.
+    const programs = join(work, "programs");
+    mkdirSync(programs);
+    const given = async (name, program) => {
+      writeFileSync(join(programs, program), `#!${process.execPath}\nconsole.log(JSON.stringify({ args: process.argv.slice(2), env: process.env }));\n`);
+      chmodSync(join(programs, program), 0o755);
+      return JSON.parse(await run("sh", ["-c", texts[name]], { ...env, PATH: `${programs}:${process.env.PATH}` }));
+    };
+    const claude = await given("Claude Code", "claude");
+    const set = Object.entries(claude.env).filter(([variable, value]) => /^(ANTHROPIC|CLAUDE_CODE)_/.test(variable) && env[variable] !== value);
+    assert.deepEqual(Object.fromEntries(set), {
+      ANTHROPIC_BASE_URL: url, ANTHROPIC_AUTH_TOKEN: CLIENT, ANTHROPIC_MODEL: "gpt-small", ANTHROPIC_DEFAULT_OPUS_MODEL: "gpt-small",
+      ANTHROPIC_DEFAULT_SONNET_MODEL: "gpt-small", ANTHROPIC_DEFAULT_HAIKU_MODEL: "gpt-small", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+    });
+    assert.deepEqual(claude.args, []);
+    const { args } = await given("aider", "aider");
+    assert.deepEqual(args, ["--model", "openai/gpt-small", "--openai-api-base", `${url}/v1`, "--openai-api-key", CLIENT]);
     await context.close();
   },
 
@@ -93,6 +196,20 @@ export default {
         await context.close();
       }
     }
+  },
+
+  async "a time of another day has its date"({ browser, url }) {
+    const { page, context } = await open(browser, url);
+    const [now, earlier, day, none] = await page.evaluate(async () => {
+      const { time } = await import("/console/dom.js");
+      const before = new Date(Date.now() - 3 * 86_400_000);
+      const day = [before.getFullYear(), before.getMonth() + 1, before.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
+      return [time(Date.now() / 1000), time(before / 1000), day, time(null)];
+    });
+    assert.match(now, /^\d\d:\d\d:\d\d$/);
+    assert.match(earlier, /^\S+ \d\d:\d\d:\d\d$/);
+    assert.deepEqual([earlier.split(" ")[0], none], [day, "–"]);
+    await context.close();
   },
 
   async "the keyboard reaches everything"({ browser, url }) {
