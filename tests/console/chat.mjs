@@ -35,6 +35,8 @@ export default {
   async "a chat is answered, and its reasoning can be turned off"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     await visit(page, "chat");
+    const unset = await page.locator("#chat-temperature, #chat-max").evaluateAll((fields) => fields.map((field) => field.placeholder));
+    assert.deepEqual(unset, ["default of the profile", "limit of the server"]);
     await page.fill("#chat-temperature", "0");
     await page.fill("#chat-input", "What is the capital of Italy?");
     await page.keyboard.press("Enter");

@@ -133,6 +133,29 @@ export default {
     await context.close();
   },
 
+  async "the number of running requests says what some of them wait for"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    let counts;
+    await page.route("**/health", async (route) => {
+      const response = await route.fetch();
+      const health = await response.json();
+      Object.assign(health.engines[0], counts);
+      return route.fulfill({ response, json: health });
+    });
+    for (const [reported, running, more] of [
+      [{ running: 0 }, "0", "the server is idle"],
+      [{ running: 3 }, "3", "none is paused"],
+      [{ running: 3, awaiting_policy: 1, awaiting_prefix: 2, preempted: 1 }, "3", "1 waiting for a policy, 2 waiting for a prefix, 1 preempted"],
+    ]) {
+      counts = { awaiting_policy: 0, awaiting_prefix: 0, preempted: 0, ...reported };
+      await page.waitForFunction(([running, more]) => document.querySelector("#running").textContent === running && document.querySelector("#running-more").textContent === more, [running, more]);
+    }
+    await check(page, seen, "requests that wait");
+    // The page asks again and again: an answer that is under way would fail with the page.
+    await page.unrouteAll({ behavior: "wait" });
+    await context.close();
+  },
+
   async "requests that run are listed with their phase"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     // On a busy machine the page takes longer to open than a short reply to end.
