@@ -32,7 +32,6 @@
 
 use serde_json::{Map, Value};
 
-use steersman_request;
 
 mod bare;
 mod blocks;
@@ -335,7 +334,7 @@ impl Reading {
 impl CallDraft {
     /// The arguments; complete ones are JSON. A number beyond those of a [`Value`] is a string of its digits.
     pub fn values(&self) -> Map<String, Value> {
-        match request::Arguments::parse(&self.arguments) {
+        match steersman_request::Arguments::parse(&self.arguments) {
             Some(arguments) => Map::clone(&arguments),
             None => {
                 tracing::error!("arguments of a call are no JSON");
