@@ -161,7 +161,7 @@ impl Run {
         let Prepared { request, session, plan, reasoning, limits, sampling, notes, fingerprint } =
             prepared;
         let hooks = Hooks::new(session, request.span.clone());
-        let reply = Reply::new(&request, events, hooks.judges_calls, notes);
+        let reply = Reply::new(&request, events, [hooks.sees_text, hooks.judges_calls], notes);
         let who = Use {
             model: model.model().into(),
             profile: request.profile.clone(),
