@@ -453,8 +453,9 @@ impl Steer {
         self.unseen_text.clear();
         self.detector.iter_mut().for_each(Detector::reset);
         self.watch.iter_mut().for_each(Watch::clear);
-        self.rewound += of_pieces;
-        reply.note(format!("rewound {of_pieces} pieces after {before} pieces ({why})"));
+        let all = of_pieces + is_open;
+        self.rewound += all;
+        reply.note(format!("rewound {all} pieces after {before} pieces ({why})"));
         if self.rewound > REWOUND {
             let reason = format!("the policy rewound more than {REWOUND} pieces");
             reply.note(reason.clone());
