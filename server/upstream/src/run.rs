@@ -319,6 +319,9 @@ impl Run {
                 reply.add_arguments(&text);
                 steer.count_arguments(&text, reply);
                 reply.show();
+                if let Some(end) = steer.end_at_limit(reply) {
+                    return Ok(end);
+                }
             }
             Piece::Logprob(logprob) => {
                 if request.logprobs.is_some() {

@@ -251,7 +251,7 @@ impl Steer {
     }
 
     /// The end of a reply at its limits. The upstream has them too; these hold if it does not keep them.
-    fn end_at_limit(&self, reply: &Reply) -> Option<Next> {
+    pub fn end_at_limit(&self, reply: &Reply) -> Option<Next> {
         let (_, answer) = reply.counts;
         // The upstream counts the reply itself, in tokens, of which some scripts have half as many as pieces.
         let most = self.limits.reply.saturating_mul(2).saturating_add(16);
