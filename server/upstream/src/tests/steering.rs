@@ -64,6 +64,19 @@ async fn a_loop_in_the_reasoning_is_cut_and_the_answer_follows_the_hint() {
     }
 }
 
+/// Parsers that look for the end of the reasoning in the new text took the answer for reasoning, which was then closed
+/// again and again.
+#[tokio::test]
+async fn what_follows_closed_reasoning_is_the_answer_whatever_the_server_calls_it() {
+    let mut acts = vec![delta(json!({"reasoning_content": " it is 26."}))];
+    acts.extend(end("stop", 1, 1));
+    let upstream = Scripted::start(vec![streamed(looping()), streamed(acts)]).await;
+    let model = model(&upstream.url, kind(Kind::Vllm));
+    let actions = vec![Action::CloseReasoning("So".into())];
+    let events = all(begin_with(&model, ask("?"), on_loop(actions))).await;
+    assert_eq!(texts(&events).1, "So it is 26.");
+}
+
 #[tokio::test]
 async fn without_continuation_the_configuration_says_what_becomes_of_a_cut() {
     for (without, ends) in [(WithoutContinuation::End, true), (WithoutContinuation::Ignore, false)]
