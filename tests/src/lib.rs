@@ -343,6 +343,7 @@ pub fn read(mut events: UnboundedReceiver<Event>) -> Reply {
             | Event::Logprob(_)
             | Event::CallDelta(_)
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. } => {}
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),

@@ -2,13 +2,15 @@
 //!
 //! The server builds a [`Request`]; what serves its model answers with [`Event`]s. A test can write all of
 //! these by hand. What policies see of a request, and do to it before it starts, is the same for all models:
-//! [`view`] and [`calls`]. Links no MLX.
+//! [`view`] and [`calls`]. Links MLX with the feature `mlx` only, which the engine sets for the errors of arrays.
 
 pub mod calls;
 pub mod error;
 mod event;
 pub mod live;
 mod message;
+#[cfg(feature = "mlx")]
+pub mod mlx;
 pub mod profile;
 pub mod span;
 mod store_error;
@@ -412,6 +414,14 @@ pub struct Penalties {
     pub repetition: f32,
     /// Number of newest tokens that `repetition` counts; 0 for all.
     pub window: u32,
+}
+
+impl Penalties {
+    /// Whether they change no logit.
+    pub fn is_empty(&self) -> bool {
+        let Self { presence, frequency, repetition, window: _ } = *self;
+        presence == 0.0 && frequency == 0.0 && repetition == 1.0
+    }
 }
 
 impl Default for Penalties {

@@ -23,7 +23,8 @@ use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu;
 use crate::kernels::cuda::Tiled;
 use crate::loading;
-use crate::nn::{Dense, Linear, Mode, OwnKernel, Packed, Quantization, message, scaled};
+use crate::nn::{Dense, Linear, Mode, OwnKernel, Packed, Quantization, scaled};
+use crate::request::mlx;
 
 mod layers;
 
@@ -112,7 +113,7 @@ impl Weights {
                 |problem| Error::Config(ConfigError::Model { path: path.clone(), problem });
             check::layout(&path).map_err(problem)?;
             let shard = Array::load_safetensors(&path).map_err(|error| match error {
-                IoError::Exception(exception) => problem(message(&exception)),
+                IoError::Exception(exception) => problem(mlx::message(&exception)),
                 other => problem(other.to_string()),
             })?;
             arrays.extend(shard);

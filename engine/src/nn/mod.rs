@@ -41,47 +41,12 @@ pub use runs::by_run;
 pub use crate::kernels::{DENSE_ROWS, Input, Mode, Outputs, Quantization};
 
 use mlx_rs::Array;
-use mlx_rs::error::{AsSliceError, ConversionError, Exception};
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, maximum, minimum, sigmoid, tanh};
 
 use crate::cache::Span;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::cpu;
-
-impl From<Exception> for Error {
-    fn from(exception: Exception) -> Self {
-        Self::Array(message(&exception))
-    }
-}
-
-impl From<AsSliceError> for Error {
-    fn from(error: AsSliceError) -> Self {
-        match error {
-            AsSliceError::Exception(exception) => exception.into(),
-            other => Self::Array(other.to_string()),
-        }
-    }
-}
-
-impl From<ConversionError> for Error {
-    fn from(error: ConversionError) -> Self {
-        match error {
-            ConversionError::Exception(exception) => exception.into(),
-            ConversionError::ArraySlice(error) => error.into(),
-            other => Self::Array(other.to_string()),
-        }
-    }
-}
-
-/// The message of MLX without the places in source files that it was raised and caught at.
-pub fn message(exception: &Exception) -> String {
-    let what = exception.what();
-    match what.rsplit_once(" at ") {
-        Some((message, place)) if place.contains(".cpp:") => message.into(),
-        _ => what.into(),
-    }
-}
 
 /// `x * sigmoid(x)` in `x`'s dtype.
 pub fn silu(x: &Array) -> Result<Array> {

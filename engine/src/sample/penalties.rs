@@ -19,35 +19,30 @@ pub struct Penalty {
     pub offset: f32,
 }
 
-impl Penalties {
-    /// Whether they change no logit.
-    pub fn is_empty(&self) -> bool {
-        let Self { presence, frequency, repetition, window: _ } = *self;
-        presence == 0.0 && frequency == 0.0 && repetition == 1.0
-    }
-
+impl Penalty {
     /// The changes after `tokens`, of which the first `prompt` are the prompt; each token once.
-    pub fn of(&self, tokens: &[u32], prompt: usize) -> Rc<[Penalty]> {
-        let mut penalties: BTreeMap<u32, Penalty> = BTreeMap::new();
-        let new = |token| Penalty { token, factor: 1.0, offset: 0.0 };
-        if self.repetition != 1.0 {
-            let window = match self.window {
+    pub fn all(penalties: &Penalties, tokens: &[u32], prompt: usize) -> Rc<[Self]> {
+        let Penalties { presence, frequency, repetition, window } = *penalties;
+        let mut changes: BTreeMap<u32, Self> = BTreeMap::new();
+        let new = |token| Self { token, factor: 1.0, offset: 0.0 };
+        if repetition != 1.0 {
+            let window = match window {
                 0 => tokens,
                 window => &tokens[tokens.len().saturating_sub(window as usize)..],
             };
             for &token in window {
-                penalties.entry(token).or_insert_with(|| new(token)).factor = self.repetition;
+                changes.entry(token).or_insert_with(|| new(token)).factor = repetition;
             }
         }
-        if self.presence != 0.0 || self.frequency != 0.0 {
+        if presence != 0.0 || frequency != 0.0 {
             let mut counts: BTreeMap<u32, u32> = BTreeMap::new();
             tokens[prompt..].iter().for_each(|&token| *counts.entry(token).or_default() += 1);
             for (token, count) in counts {
-                let penalty = penalties.entry(token).or_insert_with(|| new(token));
-                penalty.offset = self.presence + self.frequency * count as f32;
+                let change = changes.entry(token).or_insert_with(|| new(token));
+                change.offset = presence + frequency * count as f32;
             }
         }
-        penalties.into_values().collect()
+        changes.into_values().collect()
     }
 }
 
@@ -59,7 +54,7 @@ mod tests {
     fn each_penalty_counts_its_tokens() {
         let tokens = [1, 2, 3, 3, 5, 3];
         let of = |penalties: Penalties| {
-            let changes = penalties.of(&tokens, 3);
+            let changes = Penalty::all(&penalties, &tokens, 3);
             changes.iter().map(|p| (p.token, p.factor, p.offset)).collect::<Vec<_>>()
         };
         let none = Penalties::default();

@@ -17,6 +17,7 @@ use crate::policy::LoopReport;
 use crate::prefix::Prefixes;
 use crate::request::FinishReason;
 use crate::sample::logprobs::Logprobs;
+use crate::sample::penalties::Penalty;
 use crate::text::Text;
 
 /// Most tokens that a request may make the model run again after rewinds and changes of sampling,
@@ -256,7 +257,7 @@ impl Sequence {
         row.mask = self.steering.mask();
         if !self.request.penalties.is_empty() {
             let (tokens, prompt) = (self.timeline.tokens(), self.timeline.prompt());
-            row.penalties = self.request.penalties.of(tokens, prompt);
+            row.penalties = Penalty::all(&self.request.penalties, tokens, prompt);
         }
         // The margin is that of the second.
         let of_policies = (self.limits.candidates > 0).then(|| self.limits.candidates.max(2));

@@ -26,7 +26,7 @@ type Taken = (Event, Kept, UnboundedReceiver<Event>);
 /// What a request keeps at its destination.
 struct Kept {
     _permit: Option<OwnedSemaphorePermit>,
-    _lease: Lease,
+    lease: Lease,
 }
 
 /// Where the requests of a profile go if a policy routes them.
@@ -88,15 +88,17 @@ impl Routes {
             let taken = match first {
                 Some(Event::Failed(Error::Request(RequestError::Routed { route }))) => {
                     tokio::select! {
-                        taken = routes.take(&route, Arc::unwrap_or_clone(request)) => taken,
+                        taken = routes.take(&route, &request) => taken,
                         () = out.closed() => return,
                     }
                 }
                 Some(Event::Failed(Error::Request(error)))
                     if error.is_of_upstream() && !routes.fallback.is_empty() =>
                 {
+                    let Routes { fallback, profile, .. } = &routes;
+                    let error = error.into();
                     tokio::select! {
-                        taken = routes.fall_back(error.into(), &request) => taken,
+                        taken = routes.fall_back(fallback, profile, error, &request) => taken,
                         () = out.closed() => return,
                     }
                 }
@@ -118,17 +120,24 @@ impl Routes {
     }
 
     /// Begins `request` at the first fallback whose reply begins, after the upstream has failed with `error`.
-    async fn fall_back(&self, mut error: Error, request: &Request) -> Result<Taken, Error> {
-        for name in self.fallback.iter() {
+    async fn fall_back(
+        &self,
+        fallback: &[String],
+        profile: &str,
+        mut error: Error,
+        request: &Request,
+    ) -> Result<Taken, Error> {
+        for name in fallback {
             let id = &request.id;
             tracing::warn!(id, fallback = name, %error, "upstream failed; asking the fallback");
-            let (routed, kept, mut events) = match self.at_fallback(name, request.clone()).await {
-                Ok(taken) => taken,
-                Err(closed) => {
-                    error = closed;
-                    continue;
-                }
-            };
+            let (routed, kept, mut events) =
+                match self.at_fallback(name, profile, request.clone()).await {
+                    Ok(taken) => taken,
+                    Err(closed) => {
+                        error = closed;
+                        continue;
+                    }
+                };
             match events.recv().await {
                 Some(Event::Failed(Error::Request(failed))) if failed.is_of_upstream() => {
                     error = failed.into();
@@ -140,25 +149,41 @@ impl Routes {
     }
 
     /// Begins `request` at a fallback, with its own profile, to which the operator need not grant the model.
-    async fn at_fallback(&self, name: &str, request: Request) -> Result<Taken, Error> {
+    async fn at_fallback(
+        &self,
+        name: &str,
+        profile: &str,
+        request: Request,
+    ) -> Result<Taken, Error> {
         let closed = |problem: String| {
             Error::Request(RequestError::RouteClosed { route: name.into(), problem })
         };
         let resolved = self.app.models.resolve(name);
-        let (index, profile) = resolved.ok_or_else(|| closed("there is no such model".into()))?;
-        let profile = profile.unwrap_or_else(|| self.profile.clone());
+        let (index, own) = resolved.ok_or_else(|| closed("there is no such model".into()))?;
+        let profile = own.unwrap_or_else(|| profile.into());
         self.begin(index, profile, request).await.map_err(closed)?
     }
 
     /// Begins `request` at the destination `route`, to which a policy routes it.
-    async fn take(&self, route: &str, request: Request) -> Result<Taken, Error> {
+    async fn take(&self, route: &str, request: &Request) -> Result<Taken, Error> {
         let closed = |problem: String| {
             Error::Request(RequestError::RouteClosed { route: route.into(), problem })
         };
-        let models = &self.app.models;
-        let (index, profile) = resolve(models, &self.profile, route)
+        let (index, profile) = resolve(&self.app.models, &self.profile, route)
             .ok_or_else(|| closed("there is no such model or profile".into()))?;
-        self.begin(index, profile, request).await.map_err(closed)?
+        let taken = self.begin(index, profile.clone(), request.clone()).await.map_err(closed)??;
+        let fallback = taken.1.lease.engine().fallback().to_vec();
+        if fallback.is_empty() {
+            return Ok(taken);
+        }
+        let (routed, kept, mut events) = taken;
+        match events.recv().await {
+            Some(Event::Failed(Error::Request(failed))) if failed.is_of_upstream() => {
+                drop(kept);
+                self.fall_back(&fallback, &profile, failed.into(), request).await
+            }
+            first => Ok((routed, kept, after(first, events))),
+        }
     }
 
     /// Begins `request` at a model with a profile.
@@ -191,7 +216,7 @@ impl Routes {
             Err(error) => return Ok(Err(error)),
         };
         let routed = Event::Routed { model: models.name(index), profile };
-        Ok(Ok((routed, Kept { _permit: permit, _lease: lease }, received)))
+        Ok(Ok((routed, Kept { _permit: permit, lease }, received)))
     }
 }
 

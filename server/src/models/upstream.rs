@@ -81,20 +81,22 @@ fn ask(upstreams: &[Upstream]) -> Result<Vec<Vec<String>>> {
     let asking = thread::spawn(move || {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime = runtime.context("starting a runtime")?;
-        let one = async |upstream: &Upstream| match upstream.ask().await {
-            Ok(models) => models,
-            Err(problem) => {
-                let (name, listed) = (upstream.name(), upstream.config().models.len());
-                tracing::warn!(
-                    upstream = name,
-                    problem,
-                    listed,
-                    "upstream does not list its models; those of the configuration are served"
-                );
-                upstream.config().models.clone()
+        let one = |upstream: Upstream| async move {
+            match upstream.ask().await {
+                Ok(models) => models,
+                Err(problem) => {
+                    let (name, listed) = (upstream.name(), upstream.config().models.len());
+                    tracing::warn!(
+                        upstream = name,
+                        problem,
+                        listed,
+                        "upstream does not list its models; those of the configuration are served"
+                    );
+                    upstream.config().models.clone()
+                }
             }
         };
-        let all = futures_util::future::join_all(upstreams.iter().map(one));
+        let all = futures_util::future::join_all(upstreams.into_iter().map(one));
         anyhow::Ok(runtime.block_on(all))
     });
     asking.join().map_err(|_| anyhow!("asking the upstreams panicked"))?
@@ -138,7 +140,7 @@ pub fn problems_of_continuation(
                 _ => continue,
             };
             let steps =
-                report.policies.iter().filter(|policy| policy.hooks.contains(&Hook::OnStep));
+                report.policies.iter().filter(|policy| policy.hooks.contains(&Hook::OnStep.name()));
             let applied = steps.filter(|policy| {
                 policy.profiles.iter().any(|used| used.profile == *profile && !used.shadow)
             });

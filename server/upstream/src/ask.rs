@@ -49,8 +49,8 @@ pub async fn ask(upstream: &Upstream) -> Result<Asked, Fault> {
         Protocol::Anthropic => "/v1/models?limit=1000",
     };
     // A client of its own: connections belong to the runtime of this call, which may end after it.
-    let key = upstream.config().key(upstream.name()).map_err(Fault::protocol)?;
-    let json = Client::new(upstream.config(), key).get(path, ANSWER).await?;
+    let client = Client::new(upstream.config(), upstream.shared().key.clone());
+    let json = client.get(path, ANSWER).await?;
     read(&json).ok_or_else(|| Fault::protocol("lists its models in an unknown form"))
 }
 

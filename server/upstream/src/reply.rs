@@ -39,6 +39,8 @@ pub struct Reply {
     sent: usize,
     /// Whether policies may hold text back.
     pub is_held: bool,
+    /// Whether policies see the text of the answer, so that the client may have another.
+    is_shaped: bool,
     is_revisable: bool,
     is_single_call: bool,
     /// Whether calls are sent while they are written.
@@ -64,7 +66,7 @@ impl Reply {
     pub fn new(
         request: &Request,
         events: UnboundedSender<Event>,
-        judges_calls: bool,
+        [sees_text, judges_calls]: [bool; 2],
         notes: Vec<String>,
     ) -> Self {
         Self {
@@ -79,6 +81,7 @@ impl Reply {
             seen: 0,
             sent: 0,
             is_held: false,
+            is_shaped: sees_text,
             is_revisable: request.revisable,
             is_single_call: request.tool_choice.is_single,
             streams_calls: request.streams_calls && !judges_calls,
@@ -132,12 +135,18 @@ impl Reply {
         self.sent > self.seen + ADDED_BYTES
     }
 
-    /// How many bytes of the answer the client had when policies had seen `seen`.
-    fn sent_at(&self, seen: usize) -> usize {
-        self.marks.iter().rev().find(|(before, _)| *before <= seen).map_or(0, |(_, sent)| *sent)
+    /// The last call of the policies within the first `bytes` of the answer: what they had seen then, and what the
+    /// client had.
+    fn mark_within(&self, bytes: usize) -> (usize, usize) {
+        if !self.is_shaped {
+            return (bytes, bytes);
+        }
+        let marks = self.marks.iter().rev();
+        marks.copied().find(|(seen, _)| *seen <= bytes).unwrap_or_default()
     }
 
-    /// Takes `bytes` of the current phase back. Returns false if the client has text that it cannot drop.
+    /// Takes `bytes` of the current phase back. Returns false if the client has text that it cannot drop. The policies
+    /// get the text after [`Self::seen`] again.
     pub fn rewind(&mut self, bytes: usize) -> bool {
         if self.phase == Phase::Reasoning {
             let kept = self.reasoning.len().saturating_sub(bytes);
@@ -148,19 +157,24 @@ impl Reply {
             return true;
         }
         let kept = self.answer.floor_char_boundary(self.answer.len().saturating_sub(bytes));
-        let sent = self.sent_at(kept);
+        let (seen, sent) = self.mark_within(kept);
         let dropped = self.sent - sent;
         if dropped > 0 && !self.is_revisable {
             return false;
         }
         self.answer.truncate(kept);
-        self.marks.retain(|(before, _)| *before <= kept);
-        (self.seen, self.sent) = (self.seen.min(kept), sent);
-        self.is_held |= self.seen > 0;
+        self.marks.retain(|(before, _)| *before <= seen);
+        (self.seen, self.sent) = (seen, sent);
+        self.is_held |= self.is_shaped && seen > 0;
         if dropped > 0 {
             self.send(Event::Rewound { reasoning: 0, answer: dropped });
         }
         true
+    }
+
+    /// The answer that the policies have not seen.
+    pub fn unseen(&self) -> &str {
+        &self.answer[self.seen.min(self.answer.len())..]
     }
 
     /// The message that the upstream continues.
@@ -249,7 +263,7 @@ mod tests {
 
     fn reply(request: &Request) -> (Reply, UnboundedReceiver<Event>) {
         let (events, receiver) = unbounded_channel();
-        (Reply::new(request, events, false, Vec::new()), receiver)
+        (Reply::new(request, events, [false, false], Vec::new()), receiver)
     }
 
     #[test]

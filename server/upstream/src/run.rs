@@ -146,6 +146,9 @@ struct Run {
     counts: Counts,
     /// Whether the reply was cut.
     has_cuts: bool,
+    /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers take
+    /// it for reasoning, because they see no end of that in the new text.
+    is_after_reasoning: bool,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
     generated_ids: u32,
@@ -161,7 +164,7 @@ impl Run {
         let Prepared { request, session, plan, reasoning, limits, sampling, notes, fingerprint } =
             prepared;
         let hooks = Hooks::new(session, request.span.clone());
-        let reply = Reply::new(&request, events, hooks.judges_calls, notes);
+        let reply = Reply::new(&request, events, [hooks.sees_text, hooks.judges_calls], notes);
         let who = Use {
             model: model.model().into(),
             profile: request.profile.clone(),
@@ -186,6 +189,7 @@ impl Run {
             before: 0,
             counts: Counts::default(),
             has_cuts: false,
+            is_after_reasoning: false,
             blocks: Vec::new(),
             wanted_back: Vec::new(),
             generated_ids: 0,
@@ -227,6 +231,7 @@ impl Run {
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
         self.counts = Counts::default();
         self.before = self.reply.tokens();
+        self.is_after_reasoning = continuation.is_some_and(|continuation| !continuation.is_open);
         let mut stream = self.open(continuation).await?;
         let within = self.model.upstream().config().piece_timeout();
         let mut end = None;
@@ -282,6 +287,10 @@ impl Run {
 
     /// Takes a piece of the stream.
     async fn take(&mut self, piece: Piece, has_ended: bool) -> Result<Next, Error> {
+        let piece = match piece {
+            Piece::Reasoning(text) if self.is_after_reasoning => Piece::Answer(text),
+            piece => piece,
+        };
         let Self { steer, reply, request, .. } = self;
         match piece {
             Piece::Counts(counts) => {
@@ -319,6 +328,9 @@ impl Run {
                 reply.add_arguments(&text);
                 steer.count_arguments(&text, reply);
                 reply.show();
+                if let Some(end) = steer.end_at_limit(reply) {
+                    return Ok(end);
+                }
             }
             Piece::Logprob(logprob) => {
                 if request.logprobs.is_some() {

@@ -251,7 +251,7 @@ impl Steer {
     }
 
     /// The end of a reply at its limits. The upstream has them too; these hold if it does not keep them.
-    fn end_at_limit(&self, reply: &Reply) -> Option<Next> {
+    pub fn end_at_limit(&self, reply: &Reply) -> Option<Next> {
         let (_, answer) = reply.counts;
         // The upstream counts the reply itself, in tokens, of which some scripts have half as many as pieces.
         let most = self.limits.reply.saturating_mul(2).saturating_add(16);
@@ -347,12 +347,14 @@ impl Steer {
         if changes && let Some(obstacle) = self.obstacle(request, reply, is_closed) {
             return Ok(self.without_cut(&actions, &obstacle, why, budget_reached, reply));
         }
-        if rewind > 0
-            && let Some(end) = self.rewind(rewind, why, reply)
-        {
-            return Ok(end);
+        let mut is_cut = false;
+        if rewind > 0 {
+            match self.rewind(rewind, why, reply).await? {
+                Next::Read => {}
+                Next::Cut => is_cut = true,
+                end => return Ok(end),
+            }
         }
-        let mut is_cut = rewind > 0;
         for action in actions {
             let end = match action {
                 Action::Inject(words) => {
@@ -426,8 +428,8 @@ impl Steer {
         Next::Read
     }
 
-    /// Takes back the newest `count` pieces of the phase.
-    fn rewind(&mut self, count: usize, why: &str, reply: &mut Reply) -> Option<Next> {
+    /// Takes back the newest `count` pieces of the phase, if the client can drop them.
+    async fn rewind(&mut self, count: usize, why: &str, reply: &mut Reply) -> Result<Next, Error> {
         let (is_open, before) = (usize::from(self.open_bytes > 0), reply.tokens());
         let of_pieces = count.saturating_sub(is_open).min(self.lengths.len());
         let kept = self.lengths.len() - of_pieces;
@@ -435,7 +437,7 @@ impl Steer {
         if !reply.rewind(bytes) {
             let reason = "the client already has the text";
             reply.note(format!("did not rewind after {before} pieces ({why}): {reason}"));
-            return None;
+            return Ok(Next::Read);
         }
         self.lengths.truncate(kept);
         self.segmenter = Segmenter::default();
@@ -451,14 +453,21 @@ impl Steer {
         self.unseen_text.clear();
         self.detector.iter_mut().for_each(Detector::reset);
         self.watch.iter_mut().for_each(Watch::clear);
-        self.rewound += of_pieces;
-        reply.note(format!("rewound {of_pieces} pieces after {before} pieces ({why})"));
+        let all = of_pieces + is_open;
+        self.rewound += all;
+        reply.note(format!("rewound {all} pieces after {before} pieces ({why})"));
         if self.rewound > REWOUND {
             let reason = format!("the policy rewound more than {REWOUND} pieces");
             reply.note(reason.clone());
-            return Some(Next::End(FinishReason::Policy(reason)));
+            return Ok(Next::End(FinishReason::Policy(reason)));
         }
-        None
+        // What came in one part with the text that is taken back, and stays.
+        let again = reply.unseen().to_string();
+        if reply.phase != Phase::Reasoning && !again.is_empty() {
+            let end = self.shape(&again, false, reply).await?;
+            return Ok(end.unwrap_or(Next::Cut));
+        }
+        Ok(Next::Cut)
     }
 
     /// Closes the reasoning, and lets `hint` follow.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
+use secrecy::SecretString;
 use steersman_policy_host::Policies;
 use steersman_request::profile::Profile;
 use steersman_request::{Choices, Continued, Error, Event, Request, RequestError};
@@ -28,6 +29,7 @@ pub struct Upstream(Arc<Shared>);
 pub(crate) struct Shared {
     name: String,
     config: UpstreamConfig,
+    pub(crate) key: Option<SecretString>,
     pub(crate) client: Client,
     pub(crate) gate: Gate,
     pub(crate) breaker: Arc<Breaker>,
@@ -75,10 +77,11 @@ impl Upstream {
         policies: Arc<Policies>,
         profiles: BTreeMap<String, Profile>,
     ) -> Result<Self, String> {
-        let client = Client::new(&config, config.key(name)?);
+        let key = config.key(name)?;
         let shared = Shared {
             name: name.into(),
-            client,
+            client: Client::new(&config, key.clone()),
+            key,
             gate: Gate::new(&config),
             breaker: Arc::default(),
             usage: Usage::default(),

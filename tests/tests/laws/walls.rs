@@ -24,6 +24,7 @@ const WALLS: [(&str, &[&str]); 8] = [
         "mlx_rs",
         &[
             "engine/mlx-sys/",
+            "engine/request/src/mlx.rs",
             "engine/src/cache",
             "engine/src/decode",
             "engine/src/device",

@@ -427,6 +427,7 @@ pub fn run_session(
             Event::Started { .. }
             | Event::Embedding(_)
             | Event::Routed { .. }
+            | Event::PromptCounted { .. }
             | Event::Note { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::PromptToken(token) => prompt_tokens.push(token),

@@ -32,7 +32,6 @@
 
 use serde_json::{Map, Value};
 
-
 mod bare;
 mod blocks;
 mod formats;

@@ -145,6 +145,20 @@ async fn what_a_vendor_wants_back_with_a_call_comes_back() {
     assert_eq!(message["content"], Value::Null);
 }
 
+/// An upstream that never ends a call would fill the memory.
+#[tokio::test]
+async fn arguments_without_end_are_cut_off_at_the_limit_of_the_reply() {
+    let call = |arguments: &str| json!({"index": 0, "id": "a", "function": {"name": "f", "arguments": arguments}});
+    let mut acts: Vec<Act> =
+        (0..100).map(|_| delta(json!({"tool_calls": [call("[[1, 2, 3], ")]}))).collect();
+    acts.push(Hang);
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let request = Request { max_tokens: Some(40), ..ask("?") };
+    let events = all(begin(&model(&upstream.url, |_| ()), request)).await;
+    assert_eq!(reason(&events), FinishReason::Length);
+    assert!(!events.iter().any(|event| matches!(event, Event::ToolCall(_))));
+}
+
 #[tokio::test]
 async fn malformed_arguments_are_no_call() {
     let call = json!({"index": 0, "id": "a", "function": {"name": "f", "arguments": "{\"x\": "}});

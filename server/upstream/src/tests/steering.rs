@@ -1,7 +1,8 @@
 //! Policies that change what was written.
 
 use steersman_policy_host::{
-    Action, LoopRule, Phase, Plan, SamplingPatch, Step, ToolCallView, Verdict,
+    Action, LoopRule, Phase, Plan, SamplingPatch, Step, TextChange, TextVerdict, ToolCallView,
+    Verdict,
 };
 
 use super::*;
@@ -19,6 +20,11 @@ fn kind(kind: Kind) -> impl FnOnce(&mut UpstreamConfig) {
     move |config| config.capabilities.kind = Some(kind)
 }
 
+/// Whether a step has seen `text` alone.
+fn has_found(step: &Step, text: &str) -> bool {
+    step.observed.as_ref().is_some_and(|observed| observed.texts_found == [text])
+}
+
 /// A policy that looks for loops, and answers each with `actions`.
 fn on_loop(actions: Vec<Action>) -> Session {
     let rule = LoopRule { max_period: 64, repeats: 2, min_tokens: 96, similarity: 1.0 };
@@ -32,22 +38,14 @@ fn on_loop(actions: Vec<Action>) -> Session {
 
 #[tokio::test]
 async fn a_loop_in_the_reasoning_is_cut_and_the_answer_follows_the_hint() {
-    let acts = looping();
-    let upstream = Scripted::start(vec![streamed(acts), says(" it is 26.")]).await;
-    for (index, kind_of, expected) in [
-        (0, Kind::Steersman, json!({"role": "assistant", "content": "**Answer:**"})),
-        (1, Kind::Vllm, json!({"role": "assistant"})),
-    ] {
-        let upstream = match index {
-            0 => &upstream,
-            _ => &Scripted::start(vec![streamed(looping()), says(" it is 26.")]).await,
-        };
-        let model = model(&upstream.url, kind(kind_of));
+    for of in [Kind::Steersman, Kind::Vllm] {
+        let upstream = Scripted::start(vec![streamed(looping()), says(" it is 26.")]).await;
+        let model = model(&upstream.url, kind(of));
         let actions = vec![Action::CloseReasoning("**Answer:**".into())];
         let events = all(begin_with(&model, ask("?"), on_loop(actions))).await;
         let (reasoning, answer) = texts(&events);
         assert_eq!(answer, "**Answer:** it is 26.");
-        // Two repeats and 96 pieces were enough of 400 times 8.
+        // Two repeats and 96 pieces were enough of 400 times 10.
         assert!(reasoning.len() < 2000, "{} bytes", reasoning.len());
         assert_eq!(upstream.count(), 2);
         let body = upstream.body(1);
@@ -56,23 +54,33 @@ async fn a_loop_in_the_reasoning_is_cut_and_the_answer_follows_the_hint() {
             (&json!(true), &json!(false))
         );
         let last = body["messages"].as_array().unwrap().last().unwrap().clone();
-        match kind_of {
+        let expected = match of {
             Kind::Steersman => {
-                assert_eq!(last["reasoning_content"], reasoning);
-                assert_eq!(
-                    (&last["role"], &last["content"]),
-                    (&expected["role"], &expected["content"])
-                );
+                json!({"role": "assistant", "content": "**Answer:**", "reasoning_content": reasoning})
             }
-            _ => assert_eq!(
-                last["content"],
-                format!("<think>\n{reasoning}\n</think>\n\n**Answer:**")
-            ),
-        }
+            _ => {
+                let content = format!("<think>\n{reasoning}\n</think>\n\n**Answer:**");
+                json!({"role": "assistant", "content": content})
+            }
+        };
+        assert_eq!(last, expected);
         let notes = finished(&events).notes.join("; ");
         assert!(notes.contains("closed the reasoning") && notes.contains("loop of"), "{notes}");
         assert_eq!(reason(&events), FinishReason::Stop);
     }
+}
+
+/// Parsers that look for the end of the reasoning in the new text took the answer for reasoning, which was then closed
+/// again and again.
+#[tokio::test]
+async fn what_follows_closed_reasoning_is_the_answer_whatever_the_server_calls_it() {
+    let mut acts = vec![delta(json!({"reasoning_content": " it is 26."}))];
+    acts.extend(end("stop", 1, 1));
+    let upstream = Scripted::start(vec![streamed(looping()), streamed(acts)]).await;
+    let model = model(&upstream.url, kind(Kind::Vllm));
+    let actions = vec![Action::CloseReasoning("So".into())];
+    let events = all(begin_with(&model, ask("?"), on_loop(actions))).await;
+    assert_eq!(texts(&events).1, "So it is 26.");
 }
 
 #[tokio::test]
@@ -131,9 +139,7 @@ async fn a_rewind_takes_text_back_and_injected_text_follows() {
         Call::Request(_) => {
             Some(Answer::Request(Plan { on_texts: vec!["Paris".into()], ..Plan::default() }))
         }
-        Call::Step(Step { observed: Some(observed), phase: Phase::Answer, .. })
-            if observed.texts_found == ["Paris"] =>
-        {
+        Call::Step(step) if step.phase == Phase::Answer && has_found(step, "Paris") => {
             // " Paris", ",", " of" and " course".
             Some(Answer::Step(vec![Action::Inject(" Rome".into()), Action::Rewind(4)]))
         }
@@ -159,6 +165,29 @@ async fn a_rewind_takes_text_back_and_injected_text_follows() {
     };
     let events = all(begin_with(&model, ask("?"), session(rewinds, false, false))).await;
     assert!(finished(&events).notes[0].contains("the client already has the text"));
+}
+
+/// A part of the stream that is longer than the rewind was taken back as a whole.
+#[tokio::test]
+async fn a_rewind_within_a_part_gives_policies_of_text_the_rest_again() {
+    let acts = vec![delta(json!({"content": "one two three"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts), says(" four")]).await;
+    let policy = |call: &Call<'_>| match call {
+        Call::Request(_) => {
+            Some(Answer::Request(Plan { on_texts: vec!["three".into()], ..Plan::default() }))
+        }
+        Call::Step(_) => Some(Answer::Step(vec![Action::Rewind(1)])),
+        Call::Text(view) => {
+            let text = view.text.replace("two", "2");
+            Some(Answer::Text(TextVerdict::Replace(TextChange { text, hold: 0 })))
+        }
+        _ => None,
+    };
+    let model = model(&upstream.url, kind(Kind::Vllm));
+    let request = Request { revisable: true, ..ask("?") };
+    let events = all(begin_with(&model, request, session(policy, true, false))).await;
+    assert_eq!(texts(&events).1, "one 2 four");
+    assert_eq!(upstream.body(1)["messages"][1]["content"], "one two");
 }
 
 #[tokio::test]
