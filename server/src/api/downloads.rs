@@ -17,6 +17,9 @@ use super::error::ApiError;
 use crate::config::OnDemandConfig;
 use crate::models::NamedBy;
 
+/// Who may have named a model.
+const SERVED_BY: [Option<&str>; 3] = [Some("configuration"), Some("operator"), None];
+
 /// The models in the cache, by name.
 #[derive(Serialize, JsonSchema)]
 #[schemars(deny_unknown_fields)]
@@ -45,7 +48,7 @@ struct Downloaded {
 struct DownloadedModel {
     model: String,
     /// Who has it served: the configuration, maybe under another name, or an operator; null if it is not served.
-    #[schemars(extend("enum" = [Some("configuration"), Some("operator"), None]))]
+    #[schemars(extend("enum" = SERVED_BY))]
     served_by: Option<&'static str>,
     /// The lines of the configuration that serve it from the start.
     toml: String,

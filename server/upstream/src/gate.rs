@@ -184,7 +184,7 @@ mod tests {
         let gate = gate(|_| ());
         gate.pause_for(Duration::from_secs(20));
         let before = Instant::now();
-        gate.enter().await.unwrap();
+        drop(gate.enter().await.unwrap());
         assert_eq!(before.elapsed().as_secs(), 20);
         gate.pause_for(Duration::from_secs(90));
         let fault = gate.enter().await.unwrap_err();

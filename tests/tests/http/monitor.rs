@@ -1,7 +1,7 @@
 //! `GET /v1/log` and `GET /v1/history`: what operators see without a monitoring system.
 
 use axum::http::Request as ClientRequest;
-use steersman::log::Recent;
+use steersman_log::Recent;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 

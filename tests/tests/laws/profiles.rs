@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use steersman::config::ServerConfig;
-use steersman::models::{self, Loaded, Recipe};
+use steersman::models::{self, Loaded};
 use steersman_engine::config::{Profile, ProfileLimits};
 use steersman_engine::request::{FinishReason, Request};
 use steersman_engine::{Error, RequestError};
