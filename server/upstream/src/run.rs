@@ -9,9 +9,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use steersman_policy_host::{Phase, Plan, SamplingPatch, Session, Summary, Vocabulary};
+use steersman_policy_host::{Phase, SamplingPatch, Session, Summary, Vocabulary};
 use steersman_request::{
-    Error, Event, FinishReason, Finished, Request, RequestError, UpstreamFault, Usage,
+    Continued, Error, Event, FinishReason, Finished, Request, RequestError, UpstreamFault, Usage,
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -171,7 +171,6 @@ impl Run {
             key: request.caller.key.clone(),
         };
         let without = model.upstream().config().without_continuation;
-        let plan: Plan = plan;
         let steer = Steer::new(hooks, &plan, limits, model.capabilities(), without, pieces);
         Self {
             model,
@@ -231,7 +230,10 @@ impl Run {
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
         self.counts = Counts::default();
         self.before = self.reply.tokens();
-        self.is_after_reasoning = continuation.is_some_and(|continuation| !continuation.is_open);
+        self.is_after_reasoning = match continuation {
+            Some(continuation) => !continuation.is_open,
+            None => self.request.continues == Some(Continued::Answer),
+        };
         let mut stream = self.open(continuation).await?;
         let within = self.model.upstream().config().piece_timeout();
         let mut end = None;
@@ -455,7 +457,10 @@ impl Run {
     ) -> Result<Stream, Fault> {
         let upstream = self.model.upstream();
         let (client, config) = (&upstream.shared().client, upstream.config());
-        let is_in_reasoning = continuation.is_some_and(|continuation| continuation.is_open);
+        let is_in_reasoning = match continuation {
+            Some(continuation) => continuation.is_open,
+            None => self.request.continues == Some(Continued::Reasoning),
+        };
         let mask = client.mask().clone();
         let (path, reader) = match config.protocol {
             Protocol::OpenAi => {
