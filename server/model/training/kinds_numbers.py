@@ -361,40 +361,38 @@ def output(random, level):
 
 
 FILTERS = [("even numbers", "x % 2 == 0", lambda x: x % 2 == 0), ("odd numbers", "x % 2 == 1", lambda x: x % 2 == 1)]
-FILTERS += [(f"numbers greater than {k}", f"x > {k}", lambda x, k=k: x > k) for k in range(2, 21)]
-FILTERS += [(f"numbers less than {k}", f"x < {k}", lambda x, k=k: x < k) for k in range(5, 26)]
-MAPS = [
-    ("squares of the ", "x * x", lambda x: x * x),
-    ("doubles of the ", "2 * x", lambda x: 2 * x),
-    ("", "x", lambda x: x),
-]
+FILTERS += [(f"numbers greater than {k}", f"x > {k}", lambda x, k=k: x > k) for k in range(2, 41)]
+FILTERS += [(f"numbers less than {k}", f"x < {k}", lambda x, k=k: x < k) for k in range(5, 51)]
+FILTERS += [(f"multiples of {k}", f"x % {k} == 0", lambda x, k=k: x % k == 0) for k in range(3, 13)]
+# How each number is changed, in words that stand before or after those of the filter.
+SAME = ("", "", "x", lambda x: x)
+MAPS = [("squares of the ", "", "x * x", lambda x: x * x), ("doubles of the ", "", "2 * x", lambda x: 2 * x)]
+MORE = [("", f", each plus {k}", f"x + {k}", lambda x, k=k: x + k) for k in range(1, 31)]
+MORE += [("", f", each times {k}", f"x * {k}", lambda x, k=k: x * k) for k in range(3, 13)]
 ENDS = [("sum", "sum({})", sum), ("number", "len({})", len), ("list", "{}", lambda xs: xs)]
 
 
 def function(random, level):
     """A function of a list, put together from a filter, a change of each number, and an end."""
-    has_map = level >= 2
-    chosen, change, end = random.choice(FILTERS), random.choice(MAPS[:2]) if has_map else MAPS[2], random.choice(ENDS)
+    chosen, end = random.choice(FILTERS), random.choice(ENDS)
+    change = random.choice([SAME if level == 1 else random.choice(MORE), *MAPS, random.choice(MORE)])
     if end[0] == "number":
-        change = MAPS[2]
+        change = SAME
     name = {"sum": "total", "number": "count", "list": "select"}[end[0]]
     loop = level >= 3
-    what = (
-        f"the {end[0]} of the {change[0]}{chosen[0]} of a list"
-        if end[0] != "list"
-        else f"a list of the {change[0]}{chosen[0]} of a list"
-    )
+    kept = f"{change[0]}{chosen[0]} of a list{change[1]}"
+    what = f"the {end[0]} of the {kept}" if end[0] != "list" else f"a list of the {kept}"
     if loop:
         begin, step = {
-            "sum": ("0", f"result += {change[1]}"),
+            "sum": ("0", f"result += {change[2]}"),
             "number": ("0", "result += 1"),
-            "list": ("[]", f"result.append({change[1]})"),
+            "list": ("[]", f"result.append({change[2]})"),
         }[end[0]]
         source = f"def {name}(xs):\n    result = {begin}\n    for x in xs:\n        if {chosen[1]}:\n            {step}\n    return result"
         what += ", with a loop"
     else:
-        source = f"def {name}(xs):\n    return " + end[1].format(f"[{change[1]} for x in xs if {chosen[1]}]")
-    evaluate = lambda xs: end[2]([change[2](x) for x in xs if chosen[2](x)])
+        source = f"def {name}(xs):\n    return " + end[1].format(f"[{change[2]} for x in xs if {chosen[1]}]")
+    evaluate = lambda xs: end[2]([change[3](x) for x in xs if chosen[2](x)])
     cases = []
     for length in (0, 3, 5, 7):
         xs = [random.randrange(1, 30) for _ in range(length)]
@@ -404,25 +402,25 @@ def function(random, level):
         xs = [random.randrange(1, 24) for _ in range(4)]
         kept = [x for x in xs if chosen[2](x)]
         text = f"Test with [{listed(xs)}]: kept are [{listed(kept)}], "
-        if change[0]:
-            text += f"changed to [{listed(change[2](x) for x in kept)}], "
+        if change is not SAME:
+            text += f"changed to [{listed(change[3](x) for x in kept)}], "
         return [text + f"and the result is {evaluate(xs)}. The function gives that."]
 
     lines = [
         f"The condition is {chosen[1]}.",
-        f"Each number counts as {change[1]}." if change[0] else "The numbers stay as they are.",
+        f"Each number counts as {change[2]}." if change is not SAME else "The numbers stay as they are.",
         {"sum": "They are added.", "number": "They are counted.", "list": "They are collected."}[end[0]],
     ]
     question = f"Write a Python function that returns {what}."
     return Problem(
         "function",
         level,
-        (chosen[0], change[0], end[0], loop),
+        (chosen[0], change[2], end[0], loop),
         question,
         source,
         lines,
         [trial(), trial(), ["An empty list: nothing is kept, and the result is " + f"{evaluate([])}. That is fine."]],
         None,
         cases=cases,
-        short=end[1].format(f"[{change[1]} for x in xs if {chosen[1]}]"),
+        short=end[1].format(f"[{change[2]} for x in xs if {chosen[1]}]"),
     )

@@ -155,7 +155,9 @@ class Evaluation(unittest.TestCase):
         item = evaluate.items(1, 1, 0.0)[0]
         item.problem.answer, item.problem.short, item.problem.cases, item.form = 42, "", [], "bare"
         item.rule = {"rule": "exactly", "expected": "42", "is_loose": True}
-        text = "6 * 7 = 41.\nSo it is 41.\nWait, 6 * 7 = 42.\nThat is not 41: wrong. So the answer is 42.\n</think>\n\n42"
+        text = (
+            "6 * 7 = 41.\nSo it is 41.\nWait, 6 * 7 = 42.\nThat is not 41: wrong. So the answer is 42.\n</think>\n\n42"
+        )
         found = evaluate.figures(item, TOKENIZER.encode(text).ids, TOKENIZER, True)
         self.assertTrue(found["right"] and not found["open"] and found["first_right"] is False)
         self.assertTrue(0.2 < found["stands"] < 0.5 < found["right_stands"] <= 1.0, found)

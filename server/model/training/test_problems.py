@@ -9,6 +9,7 @@ import re
 import unittest
 
 import problem as problems
+import suite
 import traces
 from problem import FORMS, Problem, digest, is_right, normal, numbers, rule, written
 
@@ -46,7 +47,7 @@ class Generators(unittest.TestCase):
                     one = traces.problem(random.Random(1), (kind,), (level,), held_out)
                     self.assertEqual((one.kind, one.level, one.is_held_out), (kind, level, held_out))
 
-    def test_one_problem_of_forty_is_held_out(self):
+    def test_one_problem_of_twenty_is_held_out(self):
         source = random.Random(3)
         found = [
             traces.KINDS[kind](source, level)
@@ -55,7 +56,7 @@ class Generators(unittest.TestCase):
             for _ in range(200)
         ]
         share = sum(one.is_held_out for one in found) / len(found)
-        self.assertTrue(0.01 < share < 0.045, share)
+        self.assertTrue(0.035 < share < 0.065, share)
 
     def test_words_around_a_problem_do_not_move_it_across_the_split(self):
         one = some(1)[0]
@@ -115,6 +116,24 @@ class Generators(unittest.TestCase):
                 self.assertNotEqual(one.slip.answer, one.answer)
                 self.assertTrue(0 <= one.slip.likelihood < 1 and one.slip.reason and one.slip.lines)
         self.assertEqual(kinds, set(traces.KINDS) - {"function"})
+
+
+class Suite(unittest.TestCase):
+    def test_a_suite_has_different_held_out_problems_of_each_kind_and_level(self):
+        lines = list(suite.lines(1, 144, 0.5, list(traces.KINDS), list(traces.LEVELS)))
+        self.assertEqual(lines, list(suite.lines(1, 144, 0.5, list(traces.KINDS), list(traces.LEVELS))))
+        self.assertEqual(len({json.dumps(line["messages"]) for line in lines}), 144)
+        cells = [(line["task"], line["level"]) for line in lines]
+        self.assertEqual({cells.count(cell) for cell in cells}, {4})
+        remarks = [remark for texts in traces.DOUBTS.values() for remark in texts]
+        for line in lines:
+            has_remark = any(line["messages"][0]["content"].startswith(remark) for remark in remarks)
+            self.assertEqual(line["loops"], has_remark)
+        self.assertTrue(40 < sum(line["loops"] for line in lines) < 104)
+
+    def test_a_kind_without_enough_problems_ends_with_an_error(self):
+        with self.assertRaisesRegex(SystemExit, "function, level 1: fewer than"):
+            list(suite.lines(1, 4000, 0.0, ["function"], [1]))
 
 
 class Graders(unittest.TestCase):
