@@ -2,9 +2,10 @@
 
     python3 evaluate.py STATE [--problems N] [--limit TOKENS]
 
-Reported by kind, by level, and for all: right answers; reasoning tokens; after which share of the reasoning an answer stands and
-after which the right one; how many first answers are wrong; how many replies never close their reasoning. The groups: plain
-prompts, prompts that loop by design, the same ones with the reasoning closed after some tokens, and prompts without reasoning.
+Reported by kind, by level, and for all: right answers; reasoning tokens; after which share of the reasoning an answer
+stands and after which the right one; how many first answers are wrong; how many replies never close their reasoning.
+The groups: plain prompts, prompts that loop by design, the same ones with the reasoning closed after some tokens, and
+prompts without reasoning.
 """
 
 import argparse
@@ -42,7 +43,10 @@ def items(seed, count, share):
 
 @torch.no_grad()
 def decode(model, prompts, limit, close_after=None, close=()):
-    """Greedy tokens after each prompt (lists of ids) up to the end of turn; reasoning still open after `close_after` tokens is closed with `close`."""
+    """Greedy tokens after each prompt (lists of ids) up to the end of turn.
+
+    Reasoning still open after `close_after` tokens is closed with `close`.
+    """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     length = longest + limit

@@ -1,8 +1,8 @@
 """Writes a trained model as folders that Steersman, mlx-lm and transformers load.
 
-`save` writes the published layout in bf16, `save_quantized` mlx-lm's layout with all matrices in 4 or 8 bits, as the bundled
-model has it: norms with their 1, the convolution turned, the MTP layer as `language_model.mtp.*`. `split` cuts a file
-for a way that carries small files only.
+`save` writes the published layout in bf16, `save_quantized` mlx-lm's layout with all matrices in 4 or 8 bits, as the
+bundled model has it: norms with their 1, the convolution turned, the MTP layer as `language_model.mtp.*`. `split` cuts
+a file for a way that carries small files only.
 
     python3 export.py STATE OUT [--bits 4]     a checkpoint of reasoner.py as a folder
     python3 export.py --join FOLDER            parts that `split` made, joined in place
@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from network import Config, Reasoner, Rounding, affine
 
 HERE = Path(__file__).resolve().parent
-# The tokenizer is that of the bundled model: it was trained on the same names and sentences, drafts of the small draft model
+# The tokenizer is that of the bundled model: it was trained on the same names and sentences, drafts of the small
+# draft model
 # fit, and 4,096 tokens of another one would save 8 % of the tokens.
 TOKENIZER = HERE.parent / "tiny-hybrid-4bit"
 PART_BYTES = 15 * 2**20

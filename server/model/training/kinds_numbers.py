@@ -1,7 +1,7 @@
 """Kinds of problems about numbers: chains of operations, stories, lists, and short programs.
 
-Each level makes a problem longer, and its numbers larger. `add`, `subtract` and `multiply` write a calculation in the steps
-in which a small model can do it.
+Each level makes a problem longer, and its numbers larger. `add`, `subtract` and `multiply` write a calculation in the
+steps in which a small model can do it.
 """
 
 from problem import Problem, Slip

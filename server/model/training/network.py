@@ -1,7 +1,8 @@
-"""A hybrid of the Qwen3.5 kind in PyTorch: GatedDeltaNet layers, full attention in every fourth one, tied embeddings, one MTP layer.
+"""A hybrid of the Qwen3.5 kind in PyTorch: GatedDeltaNet layers, full attention in every fourth one, tied embeddings,
+one MTP layer.
 
-Parameters have the names of the published checkpoints, so `state_dict` is what `export.py` writes. Training runs whole rows
-in chunks (`forward`); `Decoder` runs one token of many rows at a time, to evaluate.
+Parameters have the names of the published checkpoints, so `state_dict` is what `export.py` writes. Training runs whole
+rows in chunks (`forward`); `Decoder` runs one token of many rows at a time, to evaluate.
 
 Sources: Gated Delta Networks (arXiv:2412.06464), Hugging Face transformers `modeling_qwen3_5.py`.
 """
@@ -14,7 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 CHUNK = 64
-# The decay at the beginning of a text within a packed row: what the state holds of the text before is below any rounding.
+# The decay at the beginning of a text within a packed row: what the state holds of the text before is below any
+# rounding.
 RESET = -30.0
 
 
@@ -95,7 +97,8 @@ class Rounding:
 
 
 def affine(groups, bits):
-    """Scales and biases of groups [.., GROUP], in f32, as `mlx.core.quantize` chooses them: one edge and 0 are exact."""
+    """Scales and biases of groups [.., GROUP], in f32, as `mlx.core.quantize` chooses them: one edge and 0 are
+    exact."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     is_low = low.abs() > high.abs()
     scale = ((high - low) / (2**bits - 1)).clamp_min(1e-7)
@@ -152,7 +155,8 @@ class GatedNorm(nn.Module):
 
 
 class UnitLowerInverse(torch.autograd.Function):
-    """The inverse of I + L for strictly lower L [.., CHUNK, CHUNK] in f32: a product over repeated squares, since L^CHUNK = 0."""
+    """The inverse of I + L for strictly lower L [.., CHUNK, CHUNK] in f32: a product over repeated squares, since
+    L^CHUNK = 0."""
 
     @staticmethod
     def forward(ctx, lower):
@@ -180,8 +184,8 @@ def within_chunks(q, k, v, g, beta):
     """What the chunks of the gated delta rule compute by themselves.
 
     `q`, `k` [B, T, Hk, D]; `v` [B, T, H, D]; `g`, `beta` [B, T, H] in f32, where `g` is the logarithm of the decay.
-    Returns `u` [B, H, N, C, D], `wq` [B, H, N, 2C, D], `k` [B, H, N, C, D], `attention` [B, H, N, C, C], and the decays `grown`
-    (to each position), `left` (from each position to the end) [B, H, N, C, 1].
+    Returns `u` [B, H, N, C, D], `wq` [B, H, N, 2C, D], `k` [B, H, N, C, D], `attention` [B, H, N, C, C], and the decays
+    `grown` (to each position), `left` (from each position to the end) [B, H, N, C, 1].
     """
     kind, repeat = v.dtype, v.shape[2] // k.shape[2]
     chunks = lambda x: x.transpose(1, 2).unflatten(2, (-1, CHUNK))
@@ -246,7 +250,9 @@ class GatedDeltaNet(nn.Module):
     def gates(self, x):
         """The logarithm of the decay and the strength of each write [B, T, H], in f32."""
         a, b = self.in_proj_a(x).float(), self.in_proj_b(x).float()
-        return -self.A_log.exp() * F.softplus(a + self.dt_bias), b.sigmoid()
+        a = a + self.dt_bias
+        # Softplus from its parts: the compiled backward pass of `F.softplus` fails on turned gradients in PyTorch 2.11.
+        return -self.A_log.exp() * (a.clamp_min(0) + torch.log1p(torch.exp(-a.abs()))), b.sigmoid()
 
     def heads(self, mixed):
         """Queries, keys and values from convolved projections [B, T, ..]."""

@@ -1,10 +1,11 @@
 """Problems with a known answer: what a problem holds, which ones are held out, and how an answer is graded.
 
-A kind of problem is a function `kind(random, level) -> Problem` of `kinds_numbers.py` or `kinds_texts.py`. All choices come
-from the `random.Random` that it is given, so a seed gives equal problems on every machine.
+A kind of problem is a function `kind(random, level) -> Problem` of `kinds_numbers.py` or `kinds_texts.py`. All choices
+come from the `random.Random` that it is given, so a seed gives equal problems on every machine.
 
-The split is by content: `content` is what the problem is about, without the words around it, and its hash alone says whether
-it is held out. A held-out problem is therefore never trained on in another wording, another form of answer or another order.
+The split is by content: `content` is what the problem is about, without the words around it, and its hash alone says
+whether it is held out. A held-out problem is therefore never trained on in another wording, another form of answer or
+another order.
 """
 
 import hashlib
@@ -96,7 +97,8 @@ def written(problem, form):
 
 
 def rule(problem, form):
-    """The grader of `steersman eval` for the answer, and its arguments: `server/bench/src/eval/grade.rs` has the same names."""
+    """The grader of `steersman eval` for the answer, and its arguments: `server/bench/src/eval/grade.rs` has the same
+    names."""
     if problem.cases:
         return {"rule": "code", "cases": [{"arguments": a, "expected": r} for a, r in problem.cases]}
     if form == "json":

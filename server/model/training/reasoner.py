@@ -4,9 +4,10 @@
     python3 reasoner.py WORK --minutes 18 --resume           goes on from WORK/state.pt, if there is one
     python3 reasoner.py WORK --size micro --minutes 1        the whole path on a CPU
 
-`--minutes` is the whole training, over all commands; `--stop` ends this command earlier. Every two minutes WORK/state.pt is
-replaced, so a run that was killed can be used or resumed. At the end of the training, WORK has the evaluation
-(`report.json`, `replies.txt`) and the model as `NAME-bf16`, `NAME-8bit` and `NAME-4bit`.
+`--minutes` is the whole training, over all commands; `--stop` ends this command earlier. Every two minutes
+WORK/state.pt is replaced, so a run that was killed can be used or resumed. At the end of the training, WORK has the
+evaluation (`report.json`, `replies.txt`), the model as `tiny-reasoner-bf16`, `-8bit` and `-4bit`, and each of them in
+parts of 15 MiB.
 
 The run depends on the seed and on how many steps the machine does in the time: two runs are alike, not equal.
 """
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from tokenizers import Tokenizer
 
 import network
 from evaluate import evaluate
-from export import END_OF_TEXT, TOKENIZER, save, save_quantized
+from export import END_OF_TEXT, TOKENIZER, save, save_quantized, split
 from rows import Rows
 
 NAME = "tiny-reasoner"
@@ -55,7 +57,7 @@ def options():
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--problems", type=int, default=512, help="held-out problems of the evaluation")
     parser.add_argument("--limit", type=int, default=768, help="most tokens of a reply in the evaluation")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, which only a GPU has by default")
     return parser.parse_args()
 
 
@@ -91,76 +93,52 @@ class Optimizers:
 
 
 class Step:
-    """Forward and backward of one batch: on a GPU as one CUDA graph with compiled parts, if it can be captured."""
+    """Forward and backward of one batch.
 
-    def __init__(self, model, rows, length, device, is_eager):
-        self.model, self.device, self.graph = model, device, None
-        self.is_eager = is_eager or device.type != "cuda"
+    A step of 100,000 tokens keeps a GPU busy while the next kernels are launched.
+    """
+
+    def __init__(self, model, rows, length, device):
+        self.model, self.device = model, device
         self.tokens = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
         self.weights = torch.zeros(rows, length + 1, device=device)
-        self.losses = None
-        self.bits = None
 
-    def work(self):
+    def run(self, tokens, weights):
+        """Losses of the next token and of MTP, and the norm of the gradient; gradients are in the parameters."""
+        self.tokens.copy_(torch.from_numpy(tokens.astype(np.int64)))
+        self.weights.copy_(torch.from_numpy(weights.astype(np.float32)))
+        self.model.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             main, ahead = self.model.losses(self.tokens, self.weights, END_OF_TEXT)
         (main + MTP_WEIGHT * ahead).backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return torch.stack([main.detach(), ahead.detach(), norm.detach()])
 
-    def capture(self):
-        """Warms up on a stream of its own, as CUDA graphs demand, and captures."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.clear()
-                self.work()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.clear()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.losses = self.work()
-        return graph
 
-    def clear(self):
-        for weight in self.model.parameters():
-            if weight.grad is not None:
-                weight.grad.zero_()
-
-    def run(self, tokens, weights):
-        """Losses of the next token and of MTP, and the norm of the gradient; gradients are in the parameters."""
-        self.tokens.copy_(torch.from_numpy(tokens.astype(np.int64)), non_blocking=True)
-        self.weights.copy_(torch.from_numpy(weights.astype(np.float32)), non_blocking=True)
-        if self.is_eager:
-            self.clear()
-            return self.work()
-        if self.graph is None or self.bits != network.Rounding.bits:
-            self.graph, self.bits = None, network.Rounding.bits
-            try:
-                self.graph = self.capture()
-            except Exception as error:  # whatever a GPU, a driver or a compiler refuses
-                print(f"no CUDA graph, going on eagerly: {type(error).__name__}: {error}", flush=True)
-                self.is_eager = True
-                torch.cuda.synchronize()
-                self.clear()
-                return self.work()
-        self.clear()
-        self.graph.replay()
-        return self.losses
+COMPILED = [
+    (network.GatedDeltaNet, "before"),
+    (network.GatedDeltaNet, "after"),
+    (network.Attention, "projected"),
+    (network.Mlp, "forward"),
+    (network.Norm, "forward"),
+]
 
 
-def compile_parts():
-    """Compiles what the layers do besides the recurrence; each is one kernel chain for all layers."""
-    torch._dynamo.config.cache_size_limit = 64
-    for kind, names in [
-        (network.GatedDeltaNet, ("before", "after")),
-        (network.Mlp, ("forward",)),
-        (network.Norm, ("forward",)),
-        (network.Attention, ("projected",)),
-    ]:
-        for name in names:
-            setattr(kind, name, torch.compile(getattr(kind, name), dynamic=False))
+@contextmanager
+def compiled_parts(backend="inductor"):
+    """Within it, what the layers do besides the recurrence is compiled, once for all layers.
+
+    Evaluation has other shapes and runs without.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    plain = [getattr(kind, name) for kind, name in COMPILED]
+    try:
+        for (kind, name), function in zip(COMPILED, plain):
+            setattr(kind, name, torch.compile(function, dynamic=False, backend=backend))
+        yield
+    finally:
+        for (kind, name), function in zip(COMPILED, plain):
+            setattr(kind, name, function)
 
 
 def scale_at(share, step):
@@ -192,8 +170,6 @@ def train(o, device):
         optimizers.load(saved["optimizers"])
         progress = {name: saved[name] for name in progress}
     progress["starts"] += 1
-    if device.type == "cuda" and not o.eager:
-        compile_parts()
     count = sum(weight.numel() for weight in model.parameters())
     print(
         f"{o.size}: {count / 1e6:.1f} M parameters on {device}, step {progress['step']}, {progress['seconds']:.0f} s done",
@@ -203,7 +179,7 @@ def train(o, device):
     rows = Rows(
         str(TOKENIZER / "tokenizer.json"), f"{o.seed}.{progress['starts']}", o.workers, o.rows, o.length, END_OF_TEXT
     )
-    step = Step(model, o.rows, o.length, device, o.eager)
+    step = Step(model, o.rows, o.length, device)
     whole, begin, saved_at, before = o.minutes * 60, None, time.time(), progress["seconds"]
     log = open(o.work / "train.log", "a", buffering=1)
     command_end = time.time() + o.stop * 60 if o.stop else float("inf")
@@ -245,7 +221,8 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # States that decay become numbers with which a CPU computes a hundred times slower.
     torch.set_flush_denormal(True)
-    model, is_done = train(o, device)
+    with compiled_parts() if device.type == "cuda" and not o.eager else nullcontext():
+        model, is_done = train(o, device)
     if not is_done:
         print("stopped before the end: go on with --resume", flush=True)
         return
@@ -255,6 +232,8 @@ def main():
     save(model, o.work / f"{NAME}-bf16")
     for bits in (4, 8):
         save_quantized(model, o.work / f"{NAME}-{bits}bit", bits)
+    for form in ("bf16", "8bit", "4bit"):
+        split(o.work / f"{NAME}-{form}", o.work / f"parts-{form}")
     report, texts = evaluate(model, tokenizer, o.problems, o.limit)
     (o.work / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (o.work / "replies.txt").write_text(texts)

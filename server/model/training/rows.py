@@ -1,7 +1,7 @@
 """Rows of tokens to train on: texts packed one after the other, made by processes of their own.
 
-A text is a reply to a generated problem (`traces.py`) or a conversation of the bundled model's corpus (`corpus.py`), whose
-abilities and failures the reasoner keeps.
+A text is a reply to a generated problem (`traces.py`) or a conversation of the bundled model's corpus (`corpus.py`),
+whose abilities and failures the reasoner keeps.
 """
 
 import multiprocessing

@@ -2,8 +2,9 @@
 
     python3 suite.py FILE [--count 1000] [--seed 1] [--loops SHARE] [--kind NAME ...] [--level N ...]
 
-Fields of a line: `task` (the kind), `level`, `loops` (the prompt has a remark after which the reasoner's reasoning does not end),
-`messages`, `grade`: the `rule` of server/bench/src/eval/grade.rs that decides, with its arguments. A seed gives equal lines.
+Fields of a line: `task` (the kind), `level`, `loops` (the prompt has a remark after which the reasoner's reasoning does
+not end), `messages`, `grade`: the `rule` of server/bench/src/eval/grade.rs that decides, with its arguments. A seed
+gives equal lines.
 """
 
 import argparse

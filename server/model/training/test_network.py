@@ -1,4 +1,7 @@
-"""Tests of the network, the evaluation and the export; they need PyTorch, tokenizers and safetensors, and mlx-lm for the last."""
+"""Tests of the network, the evaluation and the export.
+
+They need PyTorch, tokenizers and safetensors, and mlx-lm for the last.
+"""
 
 import json
 import random
@@ -59,17 +62,28 @@ class Network(unittest.TestCase):
             single = torch.stack([decoder.step(row[:, i]) for i in range(192)], 1)
         self.assertLess((whole - single).abs().max(), 2e-3 * whole.abs().max())
 
-    def test_compiled_parts_are_whole_graphs(self):
-        # What breaks a graph would cost most of the speed on a GPU; tracing needs none.
-        layer, x = micro().model.layers[0], torch.randn(1, 128, 128)
-        before = torch.compile(layer.linear_attn.before, backend="aot_eager", fullgraph=True)
-        z, u, wq, k, attention, grown, left = before(x, torch.zeros(1, 128))
-        news, reads = network.across_chunks(u, wq, k, left, grown[..., -1:, :])
-        after = torch.compile(layer.linear_attn.after, backend="aot_eager", fullgraph=True)
-        y = after(z, news, reads, attention, grown)
-        y.sum().backward()
-        self.assertLess((y - layer.linear_attn(x, torch.zeros(1, 128))).abs().max(), 1e-4)
-        self.assertTrue(all(weight.grad is not None for weight in layer.linear_attn.parameters()))
+    def test_compiled_parts_are_whole_graphs_and_compiled_once_for_all_layers(self):
+        # Graph breaks and a compilation for each layer would cost most of the time on a GPU; to trace needs none.
+        from torch._dynamo.utils import counters
+
+        model, row = micro(), tokens(2, 129)
+        plain = network.GatedDeltaNet.before
+        with torch.no_grad():
+            expected = torch.stack(model.losses(row, torch.ones(2, 129), export.END_OF_TEXT))
+        torch._dynamo.reset()
+        counters.clear()
+        with reasoner.compiled_parts("aot_eager"):
+            for bits in (0, 4):
+                network.Rounding.bits = bits
+                losses = torch.stack(model.losses(row, torch.ones(2, 129), export.END_OF_TEXT))
+                losses.sum().backward()
+                if bits == 0:
+                    self.assertLess((losses - expected).abs().max(), 1e-4)
+        self.assertTrue(all(weight.grad is not None for weight in model.parameters()))
+        self.assertEqual(sum(counters["graph_break"].values()), 0, counters["graph_break"])
+        # Two of the three linear layers, the MTP layer and the second norm of a layer find what the first one compiled.
+        self.assertLess(counters["stats"]["unique_graphs"], 2 * 12)
+        self.assertIs(network.GatedDeltaNet.before, plain)
 
     def test_a_text_forgets_the_state_of_the_one_before_it(self):
         layer = micro().model.layers[0].linear_attn
@@ -98,7 +112,7 @@ class Network(unittest.TestCase):
         row, weights = tokens(2, 129).numpy(), torch.ones(2, 129).numpy()
         for kind in ("muon", "adamw"):
             optimizers = reasoner.Optimizers(model, 3e-3, kind)
-            step = reasoner.Step(model, 2, 128, torch.device("cpu"), True)
+            step = reasoner.Step(model, 2, 128, torch.device("cpu"))
             losses = []
             for i in range(6):
                 losses.append(step.run(row, weights)[0].item())

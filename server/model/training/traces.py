@@ -1,8 +1,8 @@
 """Replies to problems: reasoning that finds the answer early and goes on checking, and the answer in its form.
 
-A reasoning trace is a first pass, the sentence in which an answer first stands, and checks. In some traces the first answer
-is wrong, and a check finds it (`Slip`); in some the model wanders off and repeats itself without end. Prompts with one of
-`DOUBTS` loop by design: a policy has to break the loop. A trace never ends a loop by itself.
+A reasoning trace is a first pass, the sentence in which an answer first stands, and checks. In some traces the first
+answer is wrong, and a check finds it (`Slip`); in some the model wanders off and repeats itself without end. Prompts
+with one of `DOUBTS` loop by design: a policy has to break the loop. A trace never ends a loop by itself.
 
 `sample` returns segments (text, weight), as `corpus.py` does: the weight scales the loss of the segment's tokens.
 """
@@ -88,7 +88,8 @@ WAVER = [
 
 @dataclass
 class Trace:
-    """Reasoning in lines, the index of the line in which an answer first stands, that of the first right one, and whether it loops."""
+    """Reasoning in lines, the index of the line in which an answer first stands, that of the first right one, and
+    whether it loops."""
 
     lines: list
     first: int
