@@ -2,9 +2,9 @@
 
     python3 suite.py FILE [--count 1000] [--seed 1] [--loops SHARE] [--kind NAME ...] [--level N ...]
 
-Fields of a line: `task` (the kind), `level`, `loops` (the prompt has a remark after which the reasoner's reasoning does
-not end), `messages`, `grade`: the `rule` of server/bench/src/eval/grade.rs that decides, with its arguments. A seed
-gives equal lines.
+Fields of a line: `task` (the kind), `about` (`level`, and `loops`: the prompt has a remark after which the reasoner does
+not end its reasoning), `messages`, `grade` (the rule of `steersman eval` that decides, with its arguments). A seed gives
+equal lines.
 """
 
 import argparse
@@ -41,7 +41,8 @@ def lines(seed, count, loops, kinds, levels):
         repeated = 0
         content = f"{remark} {text}" if remark else text
         message = {"role": "user", "content": content}
-        yield {"task": kind, "level": level, "loops": loop is not None, "messages": [message], "grade": rule(one, form)}
+        about = {"level": level, "loops": loop is not None}
+        yield {"task": kind, "about": about, "messages": [message], "grade": rule(one, form)}
 
 
 def main():

@@ -123,13 +123,13 @@ class Suite(unittest.TestCase):
         lines = list(suite.lines(1, 144, 0.5, list(traces.KINDS), list(traces.LEVELS)))
         self.assertEqual(lines, list(suite.lines(1, 144, 0.5, list(traces.KINDS), list(traces.LEVELS))))
         self.assertEqual(len({json.dumps(line["messages"]) for line in lines}), 144)
-        cells = [(line["task"], line["level"]) for line in lines]
+        cells = [(line["task"], line["about"]["level"]) for line in lines]
         self.assertEqual({cells.count(cell) for cell in cells}, {4})
         remarks = [remark for texts in traces.DOUBTS.values() for remark in texts]
         for line in lines:
             has_remark = any(line["messages"][0]["content"].startswith(remark) for remark in remarks)
-            self.assertEqual(line["loops"], has_remark)
-        self.assertTrue(40 < sum(line["loops"] for line in lines) < 104)
+            self.assertEqual(line["about"]["loops"], has_remark)
+        self.assertTrue(40 < sum(line["about"]["loops"] for line in lines) < 104)
 
     def test_a_kind_without_enough_problems_ends_with_an_error(self):
         with self.assertRaisesRegex(SystemExit, "function, level 1: fewer than"):
