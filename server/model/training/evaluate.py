@@ -18,7 +18,7 @@ import torch
 import traces
 from corpus import turn
 from export import END_OF_TURN, load_state
-from network import Decoder
+from network import Decoder, round_all
 from problem import FORMS, is_right, rule
 
 STANDS = re.compile("|".join(re.escape(text).replace(re.escape("{}"), r"(.+?)") + "$" for text in traces.STANDS), re.M)
@@ -176,6 +176,7 @@ def main():
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--limit", type=int, default=768)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="round the weights as the export does [default: not]")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_flush_denormal(True)

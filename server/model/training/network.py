@@ -123,6 +123,16 @@ def rounded(weight):
     return weight + change
 
 
+@torch.no_grad()
+def round_all(model, bits):
+    """Replaces all matrices by what quantization leaves of them."""
+    before, Rounding.bits = Rounding.bits, bits
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.copy_(rounded(weight))
+    Rounding.bits = before
+
+
 class Linear(nn.Linear):
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)

@@ -226,14 +226,15 @@ def main():
     if not is_done:
         print("stopped before the end: go on with --resume", flush=True)
         return
-    # The folder that ships has 4 bits: it is what is evaluated.
-    network.Rounding.bits = 4
     tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    network.Rounding.bits = 0
     save(model, o.work / f"{NAME}-bf16")
     for bits in (4, 8):
         save_quantized(model, o.work / f"{NAME}-{bits}bit", bits)
     for form in ("bf16", "8bit", "4bit"):
         split(o.work / f"{NAME}-{form}", o.work / f"parts-{form}")
+    # The folder that ships has 4 bits: it is what is evaluated.
+    network.round_all(model, 4)
     report, texts = evaluate(model, tokenizer, o.problems, o.limit)
     (o.work / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (o.work / "replies.txt").write_text(texts)

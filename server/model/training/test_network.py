@@ -135,6 +135,19 @@ class Network(unittest.TestCase):
             groups = codes.reshape(8, -1, 64).float() * scale.float()[..., None] + bias.float()[..., None]
             self.assertLess((groups.reshape(8, 128) - network.rounded(weight)).abs().max(), 1e-5)
 
+    def test_rounding_once_equals_rounding_in_each_pass(self):
+        model, row = micro(), tokens(1, 64)
+        with torch.no_grad():
+            network.Rounding.bits = 4
+            expected = model.head(model.hidden(row, export.END_OF_TEXT))
+            network.Rounding.bits = 0
+            plain = model.head(model.hidden(row, export.END_OF_TEXT))
+            network.round_all(model, 4)
+            found = model.head(model.hidden(row, export.END_OF_TEXT))
+        self.assertEqual(network.Rounding.bits, 0)
+        self.assertLess((found - expected).abs().max(), 1e-4 * expected.abs().max())
+        self.assertGreater((found - plain).abs().max(), 1e-2 * expected.abs().max())
+
 
 class Data(unittest.TestCase):
     def test_rows_hold_whole_texts_with_weights_on_replies(self):
