@@ -183,6 +183,7 @@ class Traces(unittest.TestCase):
             found = traces.trace(one, source)
             self.assertIn(traces.short(one), found.lines[found.right])
             self.assertFalse(found.loops)
+            self.assertNotIn("  ", "\n".join(found.lines))
             right += sum(map(len, found.lines[: found.right + 1]))
             size += sum(map(len, found.lines))
             wrong_first += found.first != found.right

@@ -55,7 +55,7 @@ TURN = [
     "Wait, is that right?",
 ]
 AGREES = ["That is {} again.", "It is {}, as before.", "This confirms {}.", "Good, {} it is."]
-DONE = ["I am sure.", "That settles it.", "I can answer now.", ""]
+DONE = ["I am sure.", "That settles it.", "", ""]
 # How likely the reasoning ends after so many checks that agree.
 ENDS = [0.04, 0.15, 0.35, 0.6, 0.8, 1.0]
 
@@ -161,7 +161,7 @@ def trace(problem, random, loop=None):
     random.shuffle(checks)
     if slip:
         again = problem.work if random.random() < 0.7 else checks.pop()
-        lines.append(random.choice(TURN) + " " + " ".join(again))
+        lines.append(random.choice(TURN) + " " + " ".join(line.strip() for line in again))
         lines.append(f"That is not {plain(slip.answer)}: {slip.reason}. So the answer is {answer}.")
         right = len(lines) - 1
     if loop:
