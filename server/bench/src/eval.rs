@@ -1,4 +1,4 @@
-//! `steersman eval`: generated questions of ten tasks, graded by rules, without a judge model.
+//! `steersman eval`: generated questions of ten tasks, or those of a file, graded by rules, without a judge model.
 //!
 //! A run is one server with one setting of reasoning and one profile. All runs get equal items, so two
 //! runs are compared item by item, with McNemar's exact test.
@@ -6,12 +6,13 @@
 mod grade;
 mod sandbox;
 mod sql;
+mod suite;
 mod task;
 
 use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 
 use crate::client::{Chat, Client, ThinkingField};
@@ -21,6 +22,7 @@ use crate::servers::ServerOptions;
 use crate::stats::{mcnemar, wilson};
 use crate::suite::new_run;
 use crate::table::{columns_of, counted, write_each};
+use suite::FileTask;
 use task::{Question, TASKS, Task};
 
 /// Answers are decoded greedily. README.md of server/bench describes tasks and results.
@@ -29,11 +31,14 @@ pub struct EvalOptions {
     #[command(flatten)]
     servers: ServerOptions,
     /// Seed of the items
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "suite")]
     seed: u64,
-    /// Items of each task
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    items: u16,
+    /// Items of each task [default: 20, or all of a file]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    items: Option<u16>,
+    /// File of questions instead of the generated ones, a JSON object a line
+    #[arg(long, value_name = "FILE")]
+    suite: Option<PathBuf>,
     /// Tasks to run [default: all]
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     task: Vec<String>,
@@ -88,6 +93,19 @@ fn thinking_name(thinking: Option<bool>) -> &'static str {
     }
 }
 
+/// Items of a generated task, unless the command says how many.
+const ITEMS: u16 = 20;
+
+/// A task to run.
+struct Asked {
+    name: String,
+    runs_code: bool,
+    /// Number of questions.
+    count: usize,
+    /// Generated ones are made when their turn comes.
+    questions: Box<dyn Iterator<Item = Question>>,
+}
+
 /// One server with one setting.
 struct Setting {
     client: Client,
@@ -100,8 +118,9 @@ pub fn run(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
     let servers = options.servers.connect()?;
     let clients = servers.iter().map(|server| server.client.clone()).collect();
     let settings = options.settings(clients)?;
-    let mut run = new_run("eval", Some(options.seed));
-    run.rounds = options.items.into();
+    // The items of a file have no seed.
+    let mut run = new_run("eval", options.suite.is_none().then_some(options.seed));
+    run.rounds = tasks.iter().map(|task| task.count).max().unwrap_or(0);
     run.servers = servers.into_iter().map(|server| server.about).collect();
     let mut file = Writer::create(&options.out, &run)?;
     let mut results = Results::new(run);
@@ -111,7 +130,7 @@ pub fn run(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
             let skip = |setting: &Setting| Skip {
                 server: setting.client.name.clone(),
                 scenario: "eval".into(),
-                case: task.name.into(),
+                case: task.name.clone(),
                 reason: "running code needs python3 with its module `resource`".into(),
             };
             for setting in &settings {
@@ -121,16 +140,16 @@ pub fn run(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
             }
             continue;
         }
-        for number in 0..usize::from(options.items) {
-            eprint!("\r{}: {} of {}    ", task.name, number + 1, options.items);
-            let question = task.item(options.seed, number);
+        for (number, question) in task.questions.enumerate() {
+            eprint!("\r{}: {} of {}    ", task.name, number + 1, task.count);
             // The order of runs alternates, as in the suite.
             let mut order: Vec<&Setting> = settings.iter().collect();
             if !number.is_multiple_of(2) {
                 order.reverse();
             }
             for setting in order {
-                let item = ask(setting, task, number, &question, options.max_tokens as usize);
+                let max_tokens = options.max_tokens as usize;
+                let item = ask(setting, &task.name, number, &question, max_tokens);
                 let line = Line::Item(item);
                 file.write(&line)?;
                 results.push(line);
@@ -144,17 +163,30 @@ pub fn run(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
 }
 
 impl EvalOptions {
-    fn tasks(&self) -> Result<Vec<&'static Task>> {
-        if self.task.is_empty() {
-            return Ok(TASKS.iter().collect());
-        }
-        let find = |name: &String| {
-            TASKS.iter().find(|task| task.name == name).with_context(|| {
-                let names: Vec<_> = TASKS.iter().map(|task| task.name).collect();
-                format!("--task {name}: is not one of {}", names.join(", "))
-            })
+    /// The tasks to run, with as many items as were asked for.
+    fn tasks(&self) -> Result<Vec<Asked>> {
+        let all: Vec<Asked> = match &self.suite {
+            Some(path) => suite::read(path)?.into_iter().map(|task| self.of_file(task)).collect(),
+            None => TASKS.iter().map(|task| self.generated(task)).collect(),
         };
-        self.task.iter().map(find).collect()
+        let names: Vec<String> = all.iter().map(|task| task.name.clone()).collect();
+        if let Some(unknown) = self.task.iter().find(|name| !names.contains(name)) {
+            bail!("--task {unknown}: is not one of {}", names.join(", "));
+        }
+        let is_asked = |task: &Asked| self.task.is_empty() || self.task.contains(&task.name);
+        Ok(all.into_iter().filter(is_asked).collect())
+    }
+
+    fn generated(&self, task: &'static Task) -> Asked {
+        let (seed, count) = (self.seed, usize::from(self.items.unwrap_or(ITEMS)));
+        let questions = Box::new((0..count).map(move |number| task.item(seed, number)));
+        Asked { name: task.name.into(), runs_code: task.runs_code, count, questions }
+    }
+
+    fn of_file(&self, task: FileTask) -> Asked {
+        let FileTask { name, runs_code, questions } = task;
+        let count = self.items.map_or(usize::MAX, usize::from).min(questions.len());
+        Asked { name, runs_code, count, questions: Box::new(questions.into_iter().take(count)) }
     }
 
     fn settings(&self, clients: Vec<Client>) -> Result<Vec<Setting>> {
@@ -185,7 +217,7 @@ impl EvalOptions {
 
 fn ask(
     Setting { client, thinking }: &Setting,
-    task: &Task,
+    task: &str,
     number: usize,
     question: &Question,
     max_tokens: usize,
@@ -202,8 +234,9 @@ fn ask(
         thinking: thinking_name(*thinking).into(),
         profile: client.profile.clone(),
         used_profile: None,
-        task: task.name.into(),
+        task: task.into(),
         item: number,
+        about: question.about.clone(),
         correct: false,
         error: None,
         problem: None,
@@ -264,11 +297,16 @@ fn items_of<'a>(results: &'a Results, run: &str) -> Vec<&'a Item> {
 /// Writes the tables: right answers with intervals, and runs compared in pairs.
 fn write(results: &Results, out: &mut impl Write) -> Result<()> {
     let runs = names(results, run_name);
-    let tasks = TASKS.iter().map(|task| task.name);
+    // Generated tasks in the order of their table, then those of a file.
+    let generated: Vec<String> = TASKS.iter().map(|task| task.name.to_owned()).collect();
+    let of_file = names(results, |item| item.task.clone());
+    let others: Vec<String> =
+        of_file.into_iter().filter(|name| !generated.contains(name)).collect();
+    let all_tasks: Vec<String> = [generated, others].concat();
     let mut rows = vec![[vec![String::new()], runs.clone()].concat()];
-    let tasks: Vec<&str> =
-        tasks.filter(|task| results.items.iter().any(|item| item.task == *task)).collect();
-    for task in tasks.iter().copied().chain(["all"]) {
+    let has_items = |task: &&str| results.items.iter().any(|item| item.task == **task);
+    let tasks = all_tasks.iter().map(String::as_str).filter(has_items);
+    for task in tasks.chain(["all"]) {
         let mut row = vec![task.to_owned()];
         for run in &runs {
             let items = items_of(results, run);
@@ -374,6 +412,7 @@ mod tests {
             used_profile: Some("agent".into()),
             task: "needle".into(),
             item: number,
+            about: None,
             correct,
             error: (number == 0).then(|| "status 500: oops".into()),
             problem: None,

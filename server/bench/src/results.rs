@@ -11,6 +11,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::machine::Machine;
 use crate::stats::Spread;
@@ -155,6 +156,9 @@ pub struct Item {
     pub task: String,
     /// Number of the item; equal tasks and numbers are equal items.
     pub item: usize,
+    /// What the file of the suite says of the item; null for generated ones.
+    #[serde(default)]
+    pub about: Option<Value>,
     /// Whether the answer is right.
     pub correct: bool,
     /// Why there is no complete reply; such an item counts as wrong.

@@ -338,6 +338,41 @@ fn the_evaluation_grades_and_compares_runs() {
 }
 
 #[test]
+fn the_questions_of_a_file_are_asked_and_graded_by_its_rules() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |task: &str, sum: u32| {
+        let messages = json!([{"role": "user", "content": "What is 3 + 4?"}]);
+        let grade = json!({"rule": "last_number", "expected": sum});
+        json!({"task": task, "about": {"level": 2}, "messages": messages, "grade": grade})
+    };
+    let suite = format!("{}\n{}\n{}\n", line("chain", 7), line("chain", 8), line("date", 7));
+    std::fs::write(folder.path().join("suite.jsonl"), &suite).unwrap();
+    let server = format!("one={}", serve(|_| Act::right("3 + 4 = 7.")));
+    let ask = |more: &[&str]| {
+        let arguments =
+            [&["eval", "--against", &server, "--suite", "suite.jsonl"][..], more].concat();
+        text(&bench(&arguments, folder.path()))
+    };
+    let (out, err, success) = ask(&[]);
+    assert!(success && out.contains("1/2 [") && out.contains("2/3 ["), "{out}\n{err}");
+    let lines = std::fs::read_to_string(folder.path().join("eval.jsonl")).unwrap();
+    assert_eq!(lines.matches("\"about\":{\"level\":2}").count(), 3, "{lines}");
+    let (out, err, success) = ask(&["--items", "1", "--task", "chain", "--out", "one.jsonl"]);
+    assert!(success && out.contains("1/1 [") && !out.contains("date"), "{out}\n{err}");
+
+    let (_, err, success) = ask(&["--seed", "2"]);
+    assert!(!success && err.contains("cannot be used with"), "{err}");
+    let (_, err, success) = ask(&["--task", "needle"]);
+    assert!(!success && err.contains("is not one of chain, date"), "{err}");
+    // Nothing runs if one line is wrong.
+    std::fs::write(folder.path().join("suite.jsonl"), suite.replace("last_number", "last"))
+        .unwrap();
+    let (_, err, success) = ask(&["--out", "none.jsonl"]);
+    assert!(!success && err.contains("line 1") && err.contains("unknown variant"), "{err}");
+    assert!(!folder.path().join("none.jsonl").exists());
+}
+
+#[test]
 fn neither_mlx_nor_the_engine_is_linked() {
     let tree = Command::new(env!("CARGO"))
         .args(["tree", "--offline", "--package", "steersman-bench", "--prefix", "none"])

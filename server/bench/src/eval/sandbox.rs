@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::scenario::Verdict;
@@ -19,7 +19,8 @@ const RUNNER: &str = include_str!("sandbox.py");
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Arguments of a function, and what it must return.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Case {
     /// The arguments.
     pub arguments: Vec<Value>,

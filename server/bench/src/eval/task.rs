@@ -50,12 +50,14 @@ impl Task {
 pub struct Question {
     /// The conversation.
     pub messages: Vec<Value>,
+    /// What the results say of the item besides, as its file has it.
+    pub about: Option<Value>,
     /// Grades an answer.
     pub grade: Box<dyn Fn(&str) -> Verdict>,
 }
 
 fn question(text: impl Into<String>, grade: impl Fn(&str) -> Verdict + 'static) -> Question {
-    Question { messages: vec![user(text)], grade: Box::new(grade) }
+    Question { messages: vec![user(text)], about: None, grade: Box::new(grade) }
 }
 
 fn needle(pick: &mut Pick, _: usize) -> Question {
@@ -72,6 +74,7 @@ fn needle(pick: &mut Pick, _: usize) -> Question {
     let code = codes[0].clone();
     Question {
         messages: vec![system(words.join(" ")), user(asked)],
+        about: None,
         grade: Box::new(move |answer| grade::last_number(answer, code.parse().expect("digits"))),
     }
 }
