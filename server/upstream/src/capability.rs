@@ -2,8 +2,6 @@
 
 use serde::Deserialize;
 
-use crate::config::{CapabilityConfig, Protocol};
-
 /// The servers whose fields are known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 pub enum Kind {
@@ -88,6 +86,38 @@ impl FormKind {
             Self::Choice => "choice",
         }
     }
+}
+
+/// `[upstreams.NAME.capabilities]`: each key overrides what was found.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CapabilityConfig {
+    /// The server that it is.
+    pub kind: Option<Kind>,
+    /// How it continues a message: `never`, `told` or `always`.
+    pub continues: Option<Continues>,
+    /// How it is told to reason: `never`, `effort`, `template`, `budget` or `adaptive`.
+    pub reasoning: Option<ReasoningField>,
+    /// Its field for the limit on reasoning tokens; empty for none.
+    pub budget_field: Option<String>,
+    /// The forms that it enforces.
+    pub forms: Option<Vec<FormKind>>,
+    /// Whether it has tools.
+    pub tools: Option<bool>,
+    /// Whether it reports probabilities of tokens.
+    pub logprobs: Option<bool>,
+    /// Whether it reads `seed`.
+    pub seed: Option<bool>,
+    /// Whether it reads `top_k`.
+    pub top_k: Option<bool>,
+    /// Whether it reads `min_p`, `min_tokens`, `ignore_eos` and `repetition_penalty`.
+    pub sampling: Option<bool>,
+    /// Whether it reads `chat_template_kwargs`.
+    pub template_variables: Option<bool>,
+    /// Whether it reads the reasoning of earlier messages.
+    pub earlier_reasoning: Option<bool>,
+    /// Whether a beginning of the answer in `<think>` and `</think>` is its reasoning.
+    pub think_tags: Option<bool>,
 }
 
 /// What an upstream can.
@@ -227,12 +257,6 @@ impl Capabilities {
     pub fn continues_answer(&self) -> bool {
         self.continues != Continues::Never
     }
-
-    /// The `family` that policies see: the protocol, and whether actions that change what was written apply.
-    pub fn family(&self, protocol: Protocol) -> String {
-        let continues = if self.continues_answer() { "+continue" } else { "" };
-        format!("{}{continues}", protocol.name())
-    }
 }
 
 #[cfg(test)]
@@ -249,7 +273,6 @@ mod tests {
         assert_eq!(capabilities.forms, [FormKind::Regex]);
         assert_eq!(capabilities.budget_field.as_deref(), Some("budget"));
         assert_eq!(capabilities.reasoning, ReasoningField::Effort);
-        assert_eq!(capabilities.family(Protocol::OpenAi), "openai+continue");
     }
 
     #[test]
@@ -257,7 +280,5 @@ mod tests {
         let config: CapabilityConfig = toml::from_str("continues = 'always'").unwrap();
         let capabilities = Capabilities::new(Kind::Anthropic, &config);
         assert!(capabilities.continues_answer() && !capabilities.continues_reasoning());
-        let default = Capabilities::new(Kind::Anthropic, &CapabilityConfig::default());
-        assert_eq!(default.family(Protocol::Anthropic), "anthropic");
     }
 }

@@ -48,7 +48,7 @@ mod upstream;
 mod usage;
 
 pub use breaker::State as BreakerState;
-pub use capability::{Capabilities, Continues, FormKind, Kind, ReasoningField};
-pub use config::{CapabilityConfig, Protocol, UpstreamConfig, WithoutContinuation, is_upstream_of};
+pub use capability::{Capabilities, CapabilityConfig, Continues, FormKind, Kind, ReasoningField};
+pub use config::{Protocol, UpstreamConfig, WithoutContinuation, is_upstream_of};
 pub use upstream::{Report, Upstream, UpstreamModel};
 pub use usage::{Use, Used};

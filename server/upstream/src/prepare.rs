@@ -16,6 +16,7 @@ use steersman_request::view::{self, add_stops, edit_system_text, offer};
 use steersman_request::{Continued, Error, Request, RequestError, ResponseFormat};
 
 use crate::capability::{Capabilities, FormKind, ReasoningField};
+use crate::config::Protocol;
 use crate::openai::form_kind;
 use crate::upstream::UpstreamModel;
 
@@ -281,7 +282,7 @@ pub fn prepare(
     let context = model.context().unwrap_or(UNKNOWN_CONTEXT);
     let request_view = RequestView {
         model: model.name().into(),
-        family: capabilities.family(model.upstream().config().protocol),
+        family: family(model.upstream().config().protocol, &capabilities),
         params: params.to_vec(),
         prompt_tokens,
         context_left: context.saturating_sub(prompt_tokens),
@@ -346,6 +347,12 @@ pub fn prepare(
     Ok(Prepared { request, session, plan, reasoning, limits, sampling, notes, fingerprint })
 }
 
+/// The `family` that policies see: the protocol, and whether actions that change what was written apply.
+fn family(protocol: Protocol, capabilities: &Capabilities) -> String {
+    let continues = if capabilities.continues_answer() { "+continue" } else { "" };
+    format!("{}{continues}", protocol.name())
+}
+
 /// Gives the answer the form that the policy plans.
 fn plan_form(
     request: &mut Request,
@@ -375,6 +382,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::capability::{CapabilityConfig, Continues, Kind};
 
     #[test]
     fn limits_are_those_of_the_strictest_and_leave_room_for_reasoning_where_there_is_some() {
@@ -397,6 +405,15 @@ mod tests {
         assert_eq!((none.reply, none.budget), (2000, None));
         let long = Request { max_tokens: Some(9000), ..Request::default() };
         assert_eq!(check(&long, &plan, true).reply, 5000);
+    }
+
+    #[test]
+    fn policies_see_the_protocol_and_whether_the_upstream_continues_messages() {
+        let told = CapabilityConfig { continues: Some(Continues::Told), ..Default::default() };
+        let told = Capabilities::new(Kind::OpenAi, &told);
+        assert_eq!(family(Protocol::OpenAi, &told), "openai+continue");
+        let default = Capabilities::new(Kind::Anthropic, &CapabilityConfig::default());
+        assert_eq!(family(Protocol::Anthropic, &default), "anthropic");
     }
 
     #[test]
