@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! config.rs        `[upstreams.NAME]`: address, key, models, limits, what it can
-//! capability.rs    what kinds of servers can; ask.rs asks a server for its kind and its models
+//! capability.rs    what kinds of servers can; models.rs asks a server for its kind and its models
 //! client.rs        HTTP with deadlines; fault.rs says what went wrong, without the key; sse.rs reads streams
 //! openai/          requests and replies of OpenAI's chat completions
 //! anthropic/       those of Anthropic's messages
@@ -25,7 +25,6 @@
 //! The crate knows neither the server's protocols nor the engine, and links no MLX.
 
 mod anthropic;
-mod ask;
 mod breaker;
 mod capability;
 mod client;
@@ -33,6 +32,7 @@ mod config;
 mod fault;
 mod gate;
 mod hooks;
+mod models;
 mod openai;
 mod piece;
 mod prepare;

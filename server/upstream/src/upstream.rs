@@ -11,12 +11,12 @@ use steersman_request::{Choices, Continued, Error, Event, Request, RequestError}
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::anthropic;
-use crate::ask::{self, Asked};
 use crate::breaker::{self, Breaker};
 use crate::capability::{Capabilities, Kind};
 use crate::client::Client;
 use crate::config::{Protocol, UpstreamConfig};
 use crate::gate::Gate;
+use crate::models::{self, Asked};
 use crate::openai;
 use crate::prepare::{Lacks, Memory};
 use crate::run;
@@ -29,7 +29,7 @@ pub struct Upstream(Arc<Shared>);
 pub(crate) struct Shared {
     name: String,
     config: UpstreamConfig,
-    pub(crate) key: Option<SecretString>,
+    key: Option<SecretString>,
     pub(crate) client: Client,
     pub(crate) gate: Gate,
     pub(crate) breaker: Arc<Breaker>,
@@ -114,7 +114,8 @@ impl Upstream {
     /// # Errors
     /// If it does not answer, in words without its key. What the configuration says applies.
     pub async fn ask(&self) -> Result<Vec<String>, String> {
-        let asked = ask::ask(self).await.map_err(|fault| fault.problem)?;
+        let asked = models::ask(&self.0.config, self.0.key.clone()).await;
+        let asked = asked.map_err(|fault| fault.problem)?;
         let mut models: Vec<String> = asked.models.keys().cloned().collect();
         *self.0.asked.write() = asked;
         if !self.0.config.models.is_empty() {
@@ -186,7 +187,7 @@ impl UpstreamModel {
         of_config.or_else(|| self.asked(|model| model.context))
     }
 
-    fn asked<T>(&self, of: impl FnOnce(&ask::Model) -> Option<T>) -> Option<T> {
+    fn asked<T>(&self, of: impl FnOnce(&models::Model) -> Option<T>) -> Option<T> {
         self.upstream.0.asked.read().models.get(self.model()).and_then(of)
     }
 

@@ -1,16 +1,16 @@
-//! Asks an upstream for its models, and finds out what kind of server it is.
+//! What an upstream says of itself: its models, and what kind of server it is.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use secrecy::SecretString;
 use serde_json::Value;
 
 use crate::capability::{Kind, ReasoningField};
 use crate::client::Client;
-use crate::config::Protocol;
+use crate::config::{Protocol, UpstreamConfig};
 use crate::fault::Fault;
 use crate::piece::tokens;
-use crate::upstream::Upstream;
 
 /// Time in which it must answer.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -39,17 +39,17 @@ pub struct Model {
     pub reasoning: Option<ReasoningField>,
 }
 
-/// Asks an upstream.
+/// Asks the upstream of `config`, with its key.
 ///
 /// # Errors
 /// If it does not answer, or not as its protocol does.
-pub async fn ask(upstream: &Upstream) -> Result<Asked, Fault> {
-    let path = match upstream.config().protocol {
+pub async fn ask(config: &UpstreamConfig, key: Option<SecretString>) -> Result<Asked, Fault> {
+    let path = match config.protocol {
         Protocol::OpenAi => "/models",
         Protocol::Anthropic => "/v1/models?limit=1000",
     };
     // A client of its own: connections belong to the runtime of this call, which may end after it.
-    let client = Client::new(upstream.config(), upstream.shared().key.clone());
+    let client = Client::new(config, key);
     let json = client.get(path, ANSWER).await?;
     read(&json).ok_or_else(|| Fault::protocol("lists its models in an unknown form"))
 }
