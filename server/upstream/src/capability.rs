@@ -1,6 +1,8 @@
-//! What an upstream can: by the kind of server that it is, and what the configuration says instead.
+//! What an upstream can: by the kind of server that it is, and what the configuration says instead. What it lacks is an
+//! error for the client.
 
 use serde::Deserialize;
+use steersman_request::{Form, RequestError};
 
 /// The servers whose fields are known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -76,6 +78,17 @@ pub enum FormKind {
 }
 
 impl FormKind {
+    /// The kind of a form.
+    pub fn of(form: &Form) -> Self {
+        match form {
+            Form::JsonObject => Self::JsonObject,
+            Form::JsonSchema(_) => Self::JsonSchema,
+            Form::Regex(_) => Self::Regex,
+            Form::Lark(_) => Self::Grammar,
+            Form::Choice(_) => Self::Choice,
+        }
+    }
+
     /// Its name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
@@ -256,6 +269,33 @@ impl Capabilities {
     /// Returns true if a message can be continued in its answer.
     pub fn continues_answer(&self) -> bool {
         self.continues != Continues::Never
+    }
+}
+
+/// What an upstream lacks, as errors for the client.
+pub struct Lacks {
+    /// Name of the upstream.
+    pub upstream: String,
+}
+
+impl Lacks {
+    /// The error about a field.
+    pub fn field(&self, field: &'static str) -> RequestError {
+        let problem = format!(
+            "is not supported by the upstream `{}`; leave it out, or use another model",
+            self.upstream
+        );
+        RequestError::Field { field, problem }
+    }
+
+    /// The error about a form that `path` demands.
+    pub fn form(&self, path: &str, kind: FormKind) -> RequestError {
+        let problem = format!(
+            "a form of the kind `{}` is not enforced by the upstream `{}`; leave it out, or use another model",
+            kind.name(),
+            self.upstream
+        );
+        RequestError::Structure { path: path.into(), problem }
     }
 }
 

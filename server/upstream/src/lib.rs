@@ -5,6 +5,7 @@
 //! config.rs        `[upstreams.NAME]`: address, key, models, limits, what it can
 //! capability.rs    what kinds of servers can; models.rs asks a server for its kind and its models
 //! client.rs        HTTP with deadlines; fault.rs says what went wrong, without the key; sse.rs reads streams
+//! ask.rs           what a request asks an upstream for; memory.rs has what the upstream wants back with it
 //! openai/          requests and replies of OpenAI's chat completions
 //! anthropic/       those of Anthropic's messages
 //! piece.rs         a part of a reply, in whichever protocol it came; stream.rs reads them
@@ -25,6 +26,7 @@
 //! The crate knows neither the server's protocols nor the engine, and links no MLX.
 
 mod anthropic;
+mod ask;
 mod breaker;
 mod capability;
 mod client;
@@ -32,6 +34,7 @@ mod config;
 mod fault;
 mod gate;
 mod hooks;
+mod memory;
 mod models;
 mod openai;
 mod piece;

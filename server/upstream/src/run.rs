@@ -17,12 +17,13 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::anthropic;
+use crate::ask::{Ask, Continuation};
 use crate::config::Protocol;
 use crate::fault::{Fault, FaultKind};
 use crate::hooks::Hooks;
 use crate::openai;
 use crate::piece::{Counts, Piece};
-use crate::prepare::{Ask, Continuation, Prepared, prepare};
+use crate::prepare::{Prepared, prepare};
 use crate::reply::Reply;
 use crate::segment::Pieces;
 use crate::sse::Events;

@@ -12,13 +12,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::anthropic;
 use crate::breaker::{self, Breaker};
-use crate::capability::{Capabilities, Kind};
+use crate::capability::{Capabilities, Kind, Lacks};
 use crate::client::Client;
 use crate::config::{Protocol, UpstreamConfig};
 use crate::gate::Gate;
+use crate::memory::Memory;
 use crate::models::{self, Asked};
 use crate::openai;
-use crate::prepare::{Lacks, Memory};
 use crate::run;
 use crate::usage::{Usage, Use, Used};
 
