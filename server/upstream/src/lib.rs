@@ -16,7 +16,7 @@
 //! run.rs           one request, from its queue to its last event
 //! gate.rs          requests at a time, tokens a day, pauses; breaker.rs: an upstream that keeps failing
 //! usage.rs         tokens by model, profile and key
-//! upstream.rs      Upstream, UpstreamModel: the handles
+//! upstream.rs      Upstream, UpstreamModel: the handles; submit.rs begins requests, or refuses them
 //! ```
 //!
 //! A reply is always streamed, whatever the client asked for: one path, with a deadline between pieces.
@@ -45,6 +45,7 @@ mod segment;
 mod sse;
 mod steer;
 mod stream;
+mod submit;
 #[cfg(test)]
 mod tests;
 mod upstream;
