@@ -26,7 +26,6 @@ use crate::piece::{Counts, Piece};
 use crate::prepare::{Prepared, prepare};
 use crate::reply::Reply;
 use crate::segment::Pieces;
-use crate::sse::Events;
 use crate::steer::{Next, Steer};
 use crate::stream::{Reader, Stream};
 use crate::upstream::{Shared, UpstreamModel};
@@ -217,7 +216,7 @@ impl Run {
                 Next::Read => return Ok(FinishReason::Stop),
                 Next::Cut => {
                     self.has_cuts = true;
-                    self.steer.cut(&mut self.reply);
+                    self.steer.close_piece(&mut self.reply);
                     let before = Continuation::of_client(&self.request);
                     continuation = Some(self.reply.continuation().after(before));
                 }
@@ -277,7 +276,7 @@ impl Run {
 
     /// The end of a stream that was read to its end.
     async fn end_of_stream(&mut self, reason: FinishReason) -> Result<Next, Error> {
-        self.steer.end(&mut self.reply);
+        self.steer.close_piece(&mut self.reply);
         match self.end_call(reason == FinishReason::Length).await? {
             Next::Read => {}
             next => return Ok(next),
@@ -468,38 +467,7 @@ impl Run {
                 (anthropic::PATH, Reader::Anthropic(anthropic::Reader::new(mask)))
             }
         };
-        let within = config.first_piece_timeout();
-        let began = Instant::now();
-        let response = client.post(path, body.into(), within).await?;
-        let kind = response.headers().get(http::header::CONTENT_TYPE);
-        let is_json = kind
-            .and_then(|kind| kind.to_str().ok())
-            .is_some_and(|kind| kind.trim_start().starts_with("application/json"));
-        let left = within.saturating_sub(began.elapsed());
-        let mut stream = Stream { events: None, reader, first: Vec::new() };
-        if is_json {
-            // It does not stream.
-            let json = tokio::time::timeout(left, client.json(response)).await;
-            let json = json.map_err(|_| crate::client::late("no reply came", within))??;
-            stream.reader.read_json(&json, &mut stream.first)?;
-            if !stream.reader.has_ended() {
-                return Err(Fault::protocol("sent what is no reply"));
-            }
-            return Ok(stream);
-        }
-        stream.events = Some(Events::new(response));
-        // Counts alone may come long before the reply.
-        while stream.first.iter().all(|piece| matches!(piece, Piece::Counts(_))) {
-            let before = std::mem::take(&mut stream.first);
-            let left = within.saturating_sub(began.elapsed());
-            let next = stream.next(client, left).await?;
-            let Some(next) = next else {
-                stream.first = before;
-                return Ok(stream);
-            };
-            stream.first = before.into_iter().chain(next).collect();
-        }
-        Ok(stream)
+        Stream::begin(client, path, body.into(), reader, config.first_piece_timeout()).await
     }
 
     fn body(&mut self, continuation: Option<&Continuation>) -> String {
