@@ -8,12 +8,12 @@
 //! ask.rs           what a request asks an upstream for; memory.rs has what the upstream wants back with it
 //! openai/          requests and replies of OpenAI's chat completions
 //! anthropic/       those of Anthropic's messages
-//! piece.rs         a part of a reply, in whichever protocol it came; stream.rs reads them
+//! piece.rs         a part of a reply, in whichever protocol it came; stream.rs sends a request and reads its pieces
 //! segment.rs       texts in pieces about as long as tokens, for loops, budgets and policies
 //! prepare.rs       policies, plan and limits of a request
 //! reply.rs         what the client has of a reply
 //! steer.rs         what policies do to it
-//! run.rs           one request, from its queue to its last event
+//! run.rs           one request, from its queue to its last event; tally.rs counts its tokens
 //! gate.rs          requests at a time, tokens a day, pauses; breaker.rs: an upstream that keeps failing
 //! usage.rs         tokens by model, profile and key
 //! upstream.rs      Upstream, UpstreamModel: the handles; submit.rs begins requests, or refuses them
@@ -46,6 +46,7 @@ mod sse;
 mod steer;
 mod stream;
 mod submit;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod upstream;
