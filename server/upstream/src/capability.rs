@@ -174,7 +174,7 @@ const ALL_FORMS: [FormKind; 5] = [
 ];
 
 impl Capabilities {
-    /// Those of a kind of server, and what `config` says instead.
+    /// The capabilities of a kind of server, and what `config` says instead.
     pub fn new(kind: Kind, config: &CapabilityConfig) -> Self {
         let of_kind = Self::of(kind);
         Self {

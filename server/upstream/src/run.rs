@@ -137,8 +137,8 @@ struct Run {
     who: Use,
     has_started: bool,
     tally: Tally,
-    /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers take
-    /// it for reasoning, because they see no end of that in the new text.
+    /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers
+    /// take it for reasoning, because they see no end of that in the new text.
     is_after_reasoning: bool,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,

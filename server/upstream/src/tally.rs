@@ -57,7 +57,8 @@ impl Tally {
         self.told == self.prompt
     }
 
-    /// The tokens of the reply, which has these pieces of reasoning and of the rest. What policies wrote counts as pieces.
+    /// The tokens of the reply, which has these pieces of reasoning and of the rest. What policies wrote counts as
+    /// pieces.
     pub fn usage(&self, (reasoning, answer): (u32, u32)) -> Usage {
         let pieces = reasoning + answer;
         let total = if self.has_cuts { self.ended.max(pieces) } else { self.ended };

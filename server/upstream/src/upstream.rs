@@ -37,8 +37,8 @@ pub(crate) struct Shared {
     asked: RwLock<Asked>,
 }
 
-/// A model of an upstream: takes requests, and sends the events of their replies, as an engine does (`submit.rs`). Cheap
-/// to clone.
+/// A model of an upstream: takes requests, and sends the events of their replies, as an engine does (`submit.rs`).
+/// Cheap to clone.
 #[derive(Clone)]
 pub struct UpstreamModel {
     upstream: Upstream,
