@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use steersman_policy_host::{Phase, Plan, SamplingPatch, Session, Summary, Vocabulary};
+use steersman_policy_host::{Labels, Phase, SamplingPatch, Session, Summary, Vocabulary};
 use steersman_request::{
     Error, Event, FinishReason, Finished, Request, RequestError, UpstreamFault, Usage,
 };
@@ -162,7 +162,6 @@ impl Run {
             key: request.caller.key.clone(),
         };
         let without = model.upstream().config().without_continuation;
-        let plan: Plan = plan;
         let steer = Steer::new(hooks, &plan, limits, model.capabilities(), without, pieces);
         Self {
             model,
@@ -523,10 +522,7 @@ impl Run {
     }
 
     /// Calls `on-finish`.
-    async fn finish(
-        &mut self,
-        reason: &str,
-    ) -> Option<(Vec<String>, steersman_policy_host::Labels)> {
+    async fn finish(&mut self, reason: &str) -> Option<(Vec<String>, Labels)> {
         let usage = self.tally.usage(self.reply.counts);
         let summary = Summary {
             reason: reason.into(),

@@ -1,7 +1,7 @@
 //! A request as a body of chat completions.
 
 use serde_json::{Map, Value, json};
-use steersman_request::{Effort, Form, Message, Request, RequestError};
+use steersman_request::{Effort, Form, Message, Request, RequestError, ToolCall};
 
 use crate::ask::{Ask, Continuation};
 use crate::capability::{Capabilities, Continues, FormKind, Kind, Lacks, ReasoningField};
@@ -247,7 +247,10 @@ fn tools(request: &Request, set: &mut impl FnMut(&str, Value)) {
 
 /// The field of a form, and its value.
 fn form(form: &Form, kind: Kind) -> (&'static str, Value) {
-    let schema = |schema: &Value| json!({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": true}});
+    let schema = |schema: &Value| {
+        let named = json!({"name": "answer", "schema": schema, "strict": true});
+        json!({"type": "json_schema", "json_schema": named})
+    };
     match (form, kind) {
         (Form::JsonObject, _) => ("response_format", json!({"type": "json_object"})),
         (Form::JsonSchema(value), _) => ("response_format", schema(value)),
@@ -284,7 +287,7 @@ fn message(message: &Message, capabilities: &Capabilities, memory: &Memory) -> V
         if message.content.is_empty() {
             out["content"] = Value::Null;
         }
-        let call = |call: &steersman_request::ToolCall| {
+        let call = |call: &ToolCall| {
             let arguments = call.function.arguments.to_json();
             let function = json!({"name": call.function.name, "arguments": arguments});
             let mut out = json!({"id": call.id, "type": "function", "function": function});
