@@ -1,8 +1,8 @@
-//! What an upstream can: by the kind of server that it is, and what the configuration says instead.
+//! What an upstream can: by the kind of server that it is, and what the configuration says instead. What it lacks is an
+//! error for the client.
 
 use serde::Deserialize;
-
-use crate::config::{CapabilityConfig, Protocol};
+use steersman_request::{Form, RequestError};
 
 /// The servers whose fields are known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -78,6 +78,17 @@ pub enum FormKind {
 }
 
 impl FormKind {
+    /// The kind of a form.
+    pub fn of(form: &Form) -> Self {
+        match form {
+            Form::JsonObject => Self::JsonObject,
+            Form::JsonSchema(_) => Self::JsonSchema,
+            Form::Regex(_) => Self::Regex,
+            Form::Lark(_) => Self::Grammar,
+            Form::Choice(_) => Self::Choice,
+        }
+    }
+
     /// Its name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
@@ -88,6 +99,38 @@ impl FormKind {
             Self::Choice => "choice",
         }
     }
+}
+
+/// `[upstreams.NAME.capabilities]`: each key overrides what was found.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CapabilityConfig {
+    /// The server that it is.
+    pub kind: Option<Kind>,
+    /// How it continues a message: `never`, `told` or `always`.
+    pub continues: Option<Continues>,
+    /// How it is told to reason: `never`, `effort`, `template`, `budget` or `adaptive`.
+    pub reasoning: Option<ReasoningField>,
+    /// Its field for the limit on reasoning tokens; empty for none.
+    pub budget_field: Option<String>,
+    /// The forms that it enforces.
+    pub forms: Option<Vec<FormKind>>,
+    /// Whether it has tools.
+    pub tools: Option<bool>,
+    /// Whether it reports probabilities of tokens.
+    pub logprobs: Option<bool>,
+    /// Whether it reads `seed`.
+    pub seed: Option<bool>,
+    /// Whether it reads `top_k`.
+    pub top_k: Option<bool>,
+    /// Whether it reads `min_p`, `min_tokens`, `ignore_eos` and `repetition_penalty`.
+    pub sampling: Option<bool>,
+    /// Whether it reads `chat_template_kwargs`.
+    pub template_variables: Option<bool>,
+    /// Whether it reads the reasoning of earlier messages.
+    pub earlier_reasoning: Option<bool>,
+    /// Whether a beginning of the answer in `<think>` and `</think>` is its reasoning.
+    pub think_tags: Option<bool>,
 }
 
 /// What an upstream can.
@@ -131,7 +174,7 @@ const ALL_FORMS: [FormKind; 5] = [
 ];
 
 impl Capabilities {
-    /// Those of a kind of server, and what `config` says instead.
+    /// The capabilities of a kind of server, and what `config` says instead.
     pub fn new(kind: Kind, config: &CapabilityConfig) -> Self {
         let of_kind = Self::of(kind);
         Self {
@@ -227,11 +270,32 @@ impl Capabilities {
     pub fn continues_answer(&self) -> bool {
         self.continues != Continues::Never
     }
+}
 
-    /// The `family` that policies see: the protocol, and whether actions that change what was written apply.
-    pub fn family(&self, protocol: Protocol) -> String {
-        let continues = if self.continues_answer() { "+continue" } else { "" };
-        format!("{}{continues}", protocol.name())
+/// What an upstream lacks, as errors for the client.
+pub struct Lacks {
+    /// Name of the upstream.
+    pub upstream: String,
+}
+
+impl Lacks {
+    /// The error about a field.
+    pub fn field(&self, field: &'static str) -> RequestError {
+        let problem = format!(
+            "is not supported by the upstream `{}`; leave it out, or use another model",
+            self.upstream
+        );
+        RequestError::Field { field, problem }
+    }
+
+    /// The error about a form that `path` demands.
+    pub fn form(&self, path: &str, kind: FormKind) -> RequestError {
+        let problem = format!(
+            "a form of the kind `{}` is not enforced by the upstream `{}`; leave it out, or use another model",
+            kind.name(),
+            self.upstream
+        );
+        RequestError::Structure { path: path.into(), problem }
     }
 }
 
@@ -249,7 +313,6 @@ mod tests {
         assert_eq!(capabilities.forms, [FormKind::Regex]);
         assert_eq!(capabilities.budget_field.as_deref(), Some("budget"));
         assert_eq!(capabilities.reasoning, ReasoningField::Effort);
-        assert_eq!(capabilities.family(Protocol::OpenAi), "openai+continue");
     }
 
     #[test]
@@ -257,7 +320,5 @@ mod tests {
         let config: CapabilityConfig = toml::from_str("continues = 'always'").unwrap();
         let capabilities = Capabilities::new(Kind::Anthropic, &config);
         assert!(capabilities.continues_answer() && !capabilities.continues_reasoning());
-        let default = Capabilities::new(Kind::Anthropic, &CapabilityConfig::default());
-        assert_eq!(default.family(Protocol::Anthropic), "anthropic");
     }
 }

@@ -7,7 +7,7 @@ use http::Uri;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
-use crate::capability::{Continues, FormKind, Kind, ReasoningField};
+use crate::capability::{CapabilityConfig, Kind};
 
 /// Longest name of an upstream.
 const NAME_BYTES: usize = 32;
@@ -96,38 +96,6 @@ pub struct UpstreamConfig {
     pub without_continuation: WithoutContinuation,
     /// What it can, where that is not what was found.
     pub capabilities: CapabilityConfig,
-}
-
-/// `[upstreams.NAME.capabilities]`: each key overrides what was found.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct CapabilityConfig {
-    /// The server that it is.
-    pub kind: Option<Kind>,
-    /// How it continues a message: `never`, `told` or `always`.
-    pub continues: Option<Continues>,
-    /// How it is told to reason: `never`, `effort`, `template`, `budget` or `adaptive`.
-    pub reasoning: Option<ReasoningField>,
-    /// Its field for the limit on reasoning tokens; empty for none.
-    pub budget_field: Option<String>,
-    /// The forms that it enforces.
-    pub forms: Option<Vec<FormKind>>,
-    /// Whether it has tools.
-    pub tools: Option<bool>,
-    /// Whether it reports probabilities of tokens.
-    pub logprobs: Option<bool>,
-    /// Whether it reads `seed`.
-    pub seed: Option<bool>,
-    /// Whether it reads `top_k`.
-    pub top_k: Option<bool>,
-    /// Whether it reads `min_p`, `min_tokens`, `ignore_eos` and `repetition_penalty`.
-    pub sampling: Option<bool>,
-    /// Whether it reads `chat_template_kwargs`.
-    pub template_variables: Option<bool>,
-    /// Whether it reads the reasoning of earlier messages.
-    pub earlier_reasoning: Option<bool>,
-    /// Whether a beginning of the answer in `<think>` and `</think>` is its reasoning.
-    pub think_tags: Option<bool>,
 }
 
 impl Default for UpstreamConfig {

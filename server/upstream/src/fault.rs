@@ -22,7 +22,7 @@ const MASK: &str = "[key]";
 pub struct Fault {
     /// Whose fault it is.
     pub kind: FaultKind,
-    /// In words, after the name of the upstream. Has nothing of the key.
+    /// The problem in words that follow the name of the upstream. Has nothing of the key.
     pub problem: String,
     /// When it may be asked again.
     pub retry_after: Option<Duration>,

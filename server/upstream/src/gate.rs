@@ -28,7 +28,7 @@ pub struct Gate {
 
 #[derive(Default)]
 struct Inner {
-    /// Until then the upstream wants no requests.
+    /// The end of the pause in which the upstream wants no requests.
     pause: Option<Instant>,
     /// Days since 1970, and the tokens of that day.
     today: (u64, u64),
@@ -37,9 +37,9 @@ struct Inner {
 /// Requests at a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crowd {
-    /// That run.
+    /// Requests that run.
     pub running: usize,
-    /// That wait.
+    /// Requests that wait for others to end.
     pub waiting: usize,
     /// Tokens of this day.
     pub tokens_today: u64,

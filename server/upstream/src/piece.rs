@@ -38,7 +38,7 @@ pub enum Piece {
 pub struct Counts {
     /// Tokens of the prompt.
     pub prompt: Option<u32>,
-    /// Those of them that were saved.
+    /// Tokens of the prompt that were saved at the upstream.
     pub cached: Option<u32>,
     /// Tokens of the reply, reasoning included.
     pub reply: Option<u32>,

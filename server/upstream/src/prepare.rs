@@ -1,22 +1,18 @@
-//! A request before it is sent: what its policies plan, its limits, and what the upstream is asked for.
+//! A request before it is sent: what its policies plan, and its limits.
 
 use std::collections::hash_map::RandomState;
-use std::collections::{HashMap, VecDeque};
 use std::hash::BuildHasher;
-use std::sync::Arc;
 
-use parking_lot::Mutex;
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 use steersman_policy_host::{
     AnswerForm, Counted, Plan, Refusal, RequestView, SamplingPatch, Session, Summary,
 };
 use steersman_request::profile::{Profile, ProfileLimits};
 use steersman_request::view::{self, add_stops, edit_system_text, offer};
-use steersman_request::{Continued, Error, Request, RequestError, ResponseFormat};
+use steersman_request::{Error, Request, RequestError, ResponseFormat};
 
 use crate::capability::{Capabilities, FormKind, ReasoningField};
-use crate::openai::form_kind;
+use crate::config::Protocol;
 use crate::upstream::UpstreamModel;
 
 /// Bytes of text of a token, about.
@@ -24,159 +20,6 @@ const TOKEN_BYTES: usize = 4;
 
 /// Tokens of the context that policies see if nobody knows them.
 const UNKNOWN_CONTEXT: u32 = 1 << 20;
-
-/// Most bytes of what upstreams want back.
-const MEMORY_BYTES: usize = 32 << 20;
-
-/// What a request asks an upstream for.
-#[derive(Clone, Copy)]
-pub struct Ask<'a> {
-    /// The upstream's name of the model.
-    pub model: &'a str,
-    /// The request, after its policies.
-    pub request: &'a Request,
-    /// What the upstream can.
-    pub capabilities: &'a Capabilities,
-    /// Whether to reason; `None` leaves it to the upstream.
-    pub reasoning: Option<bool>,
-    /// Most reasoning tokens, if somebody limits them.
-    pub budget: Option<u32>,
-    /// Sampling parameters; those that are not set are the upstream's.
-    pub sampling: SamplingPatch,
-    /// Most tokens of the reply.
-    pub max_tokens: u32,
-    /// The message that it continues.
-    pub continuation: Option<&'a Continuation>,
-    /// What it wants back.
-    pub memory: &'a Memory,
-}
-
-impl Ask<'_> {
-    /// Returns true if the reasoning before a call of the current turn is not known any more.
-    pub fn lacks_blocks(&self) -> bool {
-        let turn = self.request.messages.iter().rev().take_while(|one| one.role != "user");
-        let mut calls = turn.filter_map(|message| message.tool_calls.first());
-        calls.any(|call| self.memory.before_call(&call.id).is_empty())
-    }
-}
-
-/// A message of the assistant that the upstream is to continue.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Continuation {
-    /// Its reasoning.
-    pub reasoning: String,
-    /// Whether the reasoning goes on.
-    pub is_open: bool,
-    /// Its answer so far.
-    pub answer: String,
-}
-
-impl Continuation {
-    /// The message that the client wants continued.
-    pub fn of_client(request: &Request) -> Option<Self> {
-        let (message, part) = (request.messages.last()?, request.continues?);
-        Some(Self {
-            reasoning: message.reasoning_content.clone().unwrap_or_default(),
-            is_open: part == Continued::Reasoning,
-            answer: message.content.clone(),
-        })
-    }
-
-    /// This message after what the client had of it.
-    #[must_use]
-    pub fn after(self, before: Option<Self>) -> Self {
-        match before {
-            None => self,
-            Some(before) => Self {
-                reasoning: before.reasoning + &self.reasoning,
-                is_open: self.is_open,
-                answer: before.answer + &self.answer,
-            },
-        }
-    }
-}
-
-/// What an upstream lacks, as errors for the client.
-pub struct Lacks {
-    /// Name of the upstream.
-    pub upstream: String,
-}
-
-impl Lacks {
-    /// The error about a field.
-    pub fn field(&self, field: &'static str) -> RequestError {
-        let problem = format!(
-            "is not supported by the upstream `{}`; leave it out, or use another model",
-            self.upstream
-        );
-        RequestError::Field { field, problem }
-    }
-
-    /// The error about a form that `path` demands.
-    pub fn form(&self, path: &str, kind: FormKind) -> RequestError {
-        let problem = format!(
-            "a form of the kind `{}` is not enforced by the upstream `{}`; leave it out, or use another model",
-            kind.name(),
-            self.upstream
-        );
-        RequestError::Structure { path: path.into(), problem }
-    }
-}
-
-/// What upstreams want back with calls of earlier replies: blocks of reasoning with signatures, and signatures of
-/// calls. Clients do not have them. The newest are kept.
-#[derive(Default)]
-pub struct Memory(Mutex<Remembered>);
-
-#[derive(Default)]
-struct Remembered {
-    calls: HashMap<String, Entry>,
-    order: VecDeque<String>,
-    bytes: usize,
-}
-
-struct Entry {
-    extra: Option<Value>,
-    blocks: Arc<[Value]>,
-    bytes: usize,
-}
-
-impl Memory {
-    /// Remembers the calls of a reply, each with what the upstream wants back with it, and `blocks` before the first.
-    pub fn add(&self, calls: &[(String, Option<Value>)], blocks: Vec<Value>) {
-        let blocks: Arc<[Value]> = blocks.into();
-        let shared = blocks.iter().map(|block| block.to_string().len()).sum::<usize>();
-        let known = &mut *self.0.lock();
-        for (id, extra) in calls {
-            if extra.is_none() && blocks.is_empty() {
-                continue;
-            }
-            let own = extra.as_ref().map_or(0, |extra| extra.to_string().len());
-            let bytes = id.len() + own + shared;
-            let entry = Entry { extra: extra.clone(), blocks: blocks.clone(), bytes };
-            match known.calls.insert(id.clone(), entry) {
-                Some(old) => known.bytes -= old.bytes,
-                None => known.order.push_back(id.clone()),
-            }
-            known.bytes += bytes;
-        }
-        while known.bytes > MEMORY_BYTES
-            && let Some(oldest) = known.order.pop_front()
-        {
-            known.bytes -= known.calls.remove(&oldest).map_or(0, |entry| entry.bytes);
-        }
-    }
-
-    /// What the upstream wants back with a call.
-    pub fn of_call(&self, id: &str) -> Option<Value> {
-        self.0.lock().calls.get(id)?.extra.clone()
-    }
-
-    /// The blocks before a call.
-    pub fn before_call(&self, id: &str) -> Vec<Value> {
-        self.0.lock().calls.get(id).map(|entry| entry.blocks.to_vec()).unwrap_or_default()
-    }
-}
 
 /// Limits of a reply. Tokens that we count are pieces of text (`segment.rs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -281,7 +124,7 @@ pub fn prepare(
     let context = model.context().unwrap_or(UNKNOWN_CONTEXT);
     let request_view = RequestView {
         model: model.name().into(),
-        family: capabilities.family(model.upstream().config().protocol),
+        family: family(model.upstream().config().protocol, &capabilities),
         params: params.to_vec(),
         prompt_tokens,
         context_left: context.saturating_sub(prompt_tokens),
@@ -346,6 +189,12 @@ pub fn prepare(
     Ok(Prepared { request, session, plan, reasoning, limits, sampling, notes, fingerprint })
 }
 
+/// The `family` that policies see: the protocol, and whether actions that change what was written apply.
+fn family(protocol: Protocol, capabilities: &Capabilities) -> String {
+    let continues = if capabilities.continues_answer() { "+continue" } else { "" };
+    format!("{}{continues}", protocol.name())
+}
+
 /// Gives the answer the form that the policy plans.
 fn plan_form(
     request: &mut Request,
@@ -362,7 +211,7 @@ fn plan_form(
         return Err((*why).into());
     }
     let format = ResponseFormat::planned(form)?;
-    let kind = form_kind(&format.form);
+    let kind = FormKind::of(&format.form);
     if !capabilities.forms.contains(&kind) {
         return Err(format!("the upstream does not enforce the kind `{}`", kind.name()));
     }
@@ -372,9 +221,8 @@ fn plan_form(
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+    use crate::capability::{CapabilityConfig, Continues, Kind};
 
     #[test]
     fn limits_are_those_of_the_strictest_and_leave_room_for_reasoning_where_there_is_some() {
@@ -400,18 +248,11 @@ mod tests {
     }
 
     #[test]
-    fn what_upstreams_want_back_is_kept_within_its_bound() {
-        let memory = Memory::default();
-        let block = json!({"type": "thinking", "signature": "s"});
-        memory.add(&[("a".into(), Some(json!({"x": 1}))), ("b".into(), None)], vec![block.clone()]);
-        assert_eq!(memory.of_call("a"), Some(json!({"x": 1})));
-        assert_eq!(memory.before_call("b"), [block]);
-        memory.add(&[("c".into(), None)], Vec::new());
-        assert!(memory.before_call("c").is_empty());
-        let large = json!("x".repeat(MEMORY_BYTES / 2));
-        memory.add(&[("d".into(), Some(large.clone()))], Vec::new());
-        memory.add(&[("e".into(), Some(large))], Vec::new());
-        assert!(memory.of_call("a").is_none() && memory.of_call("e").is_some());
-        assert!(memory.0.lock().bytes <= MEMORY_BYTES);
+    fn policies_see_the_protocol_and_whether_the_upstream_continues_messages() {
+        let told = CapabilityConfig { continues: Some(Continues::Told), ..Default::default() };
+        let told = Capabilities::new(Kind::OpenAi, &told);
+        assert_eq!(family(Protocol::OpenAi, &told), "openai+continue");
+        let default = Capabilities::new(Kind::Anthropic, &CapabilityConfig::default());
+        assert_eq!(family(Protocol::Anthropic, &default), "anthropic");
     }
 }

@@ -10,7 +10,7 @@ use steersman_request::live::{Live, Stage};
 use steersman_request::{Arguments, CallDelta, Event, FunctionCall, Request, ToolCall};
 use tokio::sync::mpsc::UnboundedSender;
 
-use crate::prepare::Continuation;
+use crate::ask::Continuation;
 
 /// Most notes of one reply; one more says that further notes were dropped.
 const NOTES: usize = 256;

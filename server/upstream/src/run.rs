@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use steersman_policy_host::{Phase, SamplingPatch, Session, Summary, Vocabulary};
+use steersman_policy_host::{Labels, Phase, SamplingPatch, Session, Summary, Vocabulary};
 use steersman_request::{
     Continued, Error, Event, FinishReason, Finished, Request, RequestError, UpstreamFault, Usage,
 };
@@ -17,17 +17,18 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::anthropic;
+use crate::ask::{Ask, Continuation};
 use crate::config::Protocol;
 use crate::fault::{Fault, FaultKind};
 use crate::hooks::Hooks;
 use crate::openai;
-use crate::piece::{Counts, Piece};
-use crate::prepare::{Ask, Continuation, Prepared, prepare};
+use crate::piece::Piece;
+use crate::prepare::{Prepared, prepare};
 use crate::reply::Reply;
 use crate::segment::Pieces;
-use crate::sse::Events;
 use crate::steer::{Next, Steer};
 use crate::stream::{Reader, Stream};
+use crate::tally::Tally;
 use crate::upstream::{Shared, UpstreamModel};
 use crate::usage::Use;
 
@@ -135,19 +136,9 @@ struct Run {
     reply: Reply,
     who: Use,
     has_started: bool,
-    /// The prompt, as the client was told and as it was counted.
-    prompt: Counts,
-    told: Counts,
-    /// Tokens of earlier parts of the reply, of those parts that the upstream has counted.
-    counted: u32,
-    /// Pieces of the reply before the part that is being written.
-    before: u32,
-    /// The counts of the part that is being written.
-    counts: Counts,
-    /// Whether the reply was cut.
-    has_cuts: bool,
-    /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers take
-    /// it for reasoning, because they see no end of that in the new text.
+    tally: Tally,
+    /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers
+    /// take it for reasoning, because they see no end of that in the new text.
     is_after_reasoning: bool,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
@@ -182,12 +173,7 @@ impl Run {
             reply,
             who,
             has_started: false,
-            prompt: Counts::default(),
-            told: Counts::default(),
-            counted: 0,
-            before: 0,
-            counts: Counts::default(),
-            has_cuts: false,
+            tally: Tally::default(),
             is_after_reasoning: false,
             blocks: Vec::new(),
             wanted_back: Vec::new(),
@@ -214,8 +200,8 @@ impl Run {
                 Next::End(reason) => return Ok(reason),
                 Next::Read => return Ok(FinishReason::Stop),
                 Next::Cut => {
-                    self.has_cuts = true;
-                    self.steer.cut(&mut self.reply);
+                    self.tally.cut();
+                    self.steer.close_piece(&mut self.reply);
                     let before = Continuation::of_client(&self.request);
                     continuation = Some(self.reply.continuation().after(before));
                 }
@@ -228,8 +214,7 @@ impl Run {
 
     /// One request to the upstream.
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
-        self.counts = Counts::default();
-        self.before = self.reply.tokens();
+        self.tally.begin_part(self.reply.tokens());
         self.is_after_reasoning = match continuation {
             Some(continuation) => !continuation.is_open,
             None => self.request.continues == Some(Continued::Answer),
@@ -278,7 +263,7 @@ impl Run {
 
     /// The end of a stream that was read to its end.
     async fn end_of_stream(&mut self, reason: FinishReason) -> Result<Next, Error> {
-        self.steer.end(&mut self.reply);
+        self.steer.close_piece(&mut self.reply);
         match self.end_call(reason == FinishReason::Length).await? {
             Next::Read => {}
             next => return Ok(next),
@@ -295,13 +280,7 @@ impl Run {
         };
         let Self { steer, reply, request, .. } = self;
         match piece {
-            Piece::Counts(counts) => {
-                self.counts = self.counts.with(counts);
-                if self.before == 0 || self.prompt.prompt.is_none() {
-                    let Counts { prompt, cached, .. } = self.counts;
-                    self.prompt = Counts { prompt, cached, ..Counts::default() };
-                }
-            }
+            Piece::Counts(counts) => self.tally.add(counts),
             _ if has_ended => {}
             Piece::Reasoning(text) => {
                 return steer.write(Phase::Reasoning, &text, request, reply).await;
@@ -431,12 +410,12 @@ impl Run {
                 Piece::Counts(counts) => Some(*counts),
                 _ => None,
             });
-            let Counts { prompt, cached, .. } = counts.unwrap_or_default();
-            self.told = Counts { prompt, cached, ..Counts::default() };
+            let counts = counts.unwrap_or_default();
+            self.tally.tell(counts);
             self.reply.send(Event::Started {
                 fingerprint: self.fingerprint.clone(),
-                prompt_tokens: prompt.unwrap_or(0),
-                cached_tokens: cached.unwrap_or(0),
+                prompt_tokens: counts.prompt.unwrap_or(0),
+                cached_tokens: counts.cached.unwrap_or(0),
                 max_tokens: self.steer.limits.reply,
                 max_answer_tokens: self.steer.limits.answer,
             });
@@ -472,38 +451,7 @@ impl Run {
                 (anthropic::PATH, Reader::Anthropic(anthropic::Reader::new(mask)))
             }
         };
-        let within = config.first_piece_timeout();
-        let began = Instant::now();
-        let response = client.post(path, body.into(), within).await?;
-        let kind = response.headers().get(http::header::CONTENT_TYPE);
-        let is_json = kind
-            .and_then(|kind| kind.to_str().ok())
-            .is_some_and(|kind| kind.trim_start().starts_with("application/json"));
-        let left = within.saturating_sub(began.elapsed());
-        let mut stream = Stream { events: None, reader, first: Vec::new() };
-        if is_json {
-            // It does not stream.
-            let json = tokio::time::timeout(left, client.json(response)).await;
-            let json = json.map_err(|_| crate::client::late("no reply came", within))??;
-            stream.reader.read_json(&json, &mut stream.first)?;
-            if !stream.reader.has_ended() {
-                return Err(Fault::protocol("sent what is no reply"));
-            }
-            return Ok(stream);
-        }
-        stream.events = Some(Events::new(response));
-        // Counts alone may come long before the reply.
-        while stream.first.iter().all(|piece| matches!(piece, Piece::Counts(_))) {
-            let before = std::mem::take(&mut stream.first);
-            let left = within.saturating_sub(began.elapsed());
-            let next = stream.next(client, left).await?;
-            let Some(next) = next else {
-                stream.first = before;
-                return Ok(stream);
-            };
-            stream.first = before.into_iter().chain(next).collect();
-        }
-        Ok(stream)
+        Stream::begin(client, path, body.into(), reader, config.first_piece_timeout()).await
     }
 
     fn body(&mut self, continuation: Option<&Continuation>) -> String {
@@ -535,33 +483,11 @@ impl Run {
 
     /// Counts the tokens of a request to the upstream.
     fn count(&mut self) {
-        let pieces = self.reply.tokens().saturating_sub(self.before);
-        let tokens = self.counts.reply.unwrap_or(pieces);
-        self.counted = self.counted.saturating_add(tokens);
+        let (counts, pieces) = self.tally.end_part(self.reply.tokens());
         let shared = self.shared();
-        shared.usage.count(&self.who, self.counts, pieces);
-        let prompt = self.counts.prompt.unwrap_or(0);
-        shared.gate.count(u64::from(prompt) + u64::from(tokens));
-    }
-
-    /// The counts of the reply. What policies wrote counts as pieces.
-    fn usage(&self) -> Usage {
-        let (reasoning, answer) = self.reply.counts;
-        let pieces = reasoning + answer;
-        let total = if self.has_cuts { self.counted.max(pieces) } else { self.counted };
-        let reasoning_tokens = match self.counts.reasoning.filter(|_| !self.has_cuts) {
-            Some(tokens) => tokens.min(total),
-            // As many as its share of the pieces.
-            None if pieces == 0 => 0,
-            None => (u64::from(total) * u64::from(reasoning) / u64::from(pieces)) as u32,
-        };
-        Usage {
-            prompt_tokens: self.prompt.prompt.unwrap_or(0),
-            cached_tokens: self.prompt.cached.unwrap_or(0),
-            reasoning_tokens,
-            answer_tokens: total - reasoning_tokens,
-            ..Usage::default()
-        }
+        shared.usage.count(&self.who, counts, pieces);
+        let (prompt, reply) = (counts.prompt.unwrap_or(0), counts.reply.unwrap_or(pieces));
+        shared.gate.count(u64::from(prompt) + u64::from(reply));
     }
 
     /// Ends the request with a reply.
@@ -591,8 +517,8 @@ impl Run {
         if let Err(error) = released {
             return self.reply.send(Event::Failed(error));
         }
-        let usage = self.usage();
-        if (self.prompt.prompt, self.prompt.cached) != (self.told.prompt, self.told.cached) {
+        let usage = self.tally.usage(self.reply.counts);
+        if !self.tally.is_told() {
             let Usage { prompt_tokens, cached_tokens, .. } = usage;
             self.reply.send(Event::PromptCounted { prompt_tokens, cached_tokens });
         }
@@ -602,11 +528,8 @@ impl Run {
     }
 
     /// Calls `on-finish`.
-    async fn finish(
-        &mut self,
-        reason: &str,
-    ) -> Option<(Vec<String>, steersman_policy_host::Labels)> {
-        let usage = self.usage();
+    async fn finish(&mut self, reason: &str) -> Option<(Vec<String>, Labels)> {
+        let usage = self.tally.usage(self.reply.counts);
         let summary = Summary {
             reason: reason.into(),
             prompt_tokens: usage.prompt_tokens,

@@ -186,8 +186,8 @@ impl Steer {
         self.unseen_text.push_str(text);
     }
 
-    /// The open piece is complete: other text follows, or none.
-    fn close_piece(&mut self, reply: &mut Reply) {
+    /// The open piece is complete: another phase begins, the stream has ended, or it was cut.
+    pub fn close_piece(&mut self, reply: &mut Reply) {
         let Self { segmenter, pieces, unseen, lengths, .. } = self;
         segmenter.end(|piece| {
             unseen.push(pieces.add(piece));
@@ -579,16 +579,6 @@ impl Steer {
     /// Counts the arguments of a call.
     pub fn count_arguments(&mut self, text: &str, reply: &mut Reply) {
         self.segmenter.push(text, |_| count(reply));
-    }
-
-    /// The stream has ended: the last piece is complete.
-    pub fn end(&mut self, reply: &mut Reply) {
-        self.close_piece(reply);
-    }
-
-    /// A cut stream goes on: what follows begins a piece.
-    pub fn cut(&mut self, reply: &mut Reply) {
-        self.close_piece(reply);
     }
 
     fn take_notes(&self, reply: &mut Reply) {

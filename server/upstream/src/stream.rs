@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use http::header::CONTENT_TYPE;
 use steersman_request::UpstreamFault;
+use tokio::time::{Instant, timeout};
 
-use crate::client::Client;
+use crate::client::{Client, late};
 use crate::fault::Fault;
 use crate::piece::Piece;
 use crate::sse::Events;
@@ -13,8 +15,8 @@ use crate::{anthropic, openai};
 /// A reply of the upstream that has begun.
 pub struct Stream {
     /// `None` if the upstream does not stream.
-    pub events: Option<Events>,
-    pub reader: Reader,
+    events: Option<Events>,
+    reader: Reader,
     /// Pieces that were read with the first.
     pub first: Vec<Piece>,
 }
@@ -61,6 +63,50 @@ impl Reader {
 }
 
 impl Stream {
+    /// Sends `body` to the route `path`, and reads up to the first piece, which must come `within` this time.
+    ///
+    /// # Errors
+    /// If the upstream cannot be reached, is too late, refuses, or sends what is no reply.
+    pub async fn begin(
+        client: &Client,
+        path: &str,
+        body: String,
+        reader: Reader,
+        within: Duration,
+    ) -> Result<Self, Fault> {
+        let began = Instant::now();
+        let response = client.post(path, body, within).await?;
+        let kind = response.headers().get(CONTENT_TYPE);
+        let is_json = kind
+            .and_then(|kind| kind.to_str().ok())
+            .is_some_and(|kind| kind.trim_start().starts_with("application/json"));
+        let left = within.saturating_sub(began.elapsed());
+        let mut stream = Self { events: None, reader, first: Vec::new() };
+        if is_json {
+            // It does not stream.
+            let json = timeout(left, client.json(response)).await;
+            let json = json.map_err(|_| late("no reply came", within))??;
+            stream.reader.read_json(&json, &mut stream.first)?;
+            if !stream.reader.has_ended() {
+                return Err(Fault::protocol("sent what is no reply"));
+            }
+            return Ok(stream);
+        }
+        stream.events = Some(Events::new(response));
+        // Counts alone may come long before the reply.
+        while stream.first.iter().all(|piece| matches!(piece, Piece::Counts(_))) {
+            let before = std::mem::take(&mut stream.first);
+            let left = within.saturating_sub(began.elapsed());
+            let next = stream.next(client, left).await?;
+            let Some(next) = next else {
+                stream.first = before;
+                return Ok(stream);
+            };
+            stream.first = before.into_iter().chain(next).collect();
+        }
+        Ok(stream)
+    }
+
     /// The next pieces; `None` at the end. Waits at most `within` this time.
     ///
     /// # Errors

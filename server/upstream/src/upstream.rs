@@ -7,45 +7,42 @@ use parking_lot::RwLock;
 use secrecy::SecretString;
 use steersman_policy_host::Policies;
 use steersman_request::profile::Profile;
-use steersman_request::{Choices, Continued, Error, Event, Request, RequestError};
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use crate::anthropic;
-use crate::ask::{self, Asked};
 use crate::breaker::{self, Breaker};
 use crate::capability::{Capabilities, Kind};
 use crate::client::Client;
 use crate::config::{Protocol, UpstreamConfig};
 use crate::gate::Gate;
-use crate::openai;
-use crate::prepare::{Lacks, Memory};
-use crate::run;
+use crate::memory::Memory;
+use crate::models::{self, Asked};
 use crate::usage::{Usage, Use, Used};
 
 /// A server that computes models. Cheap to clone.
 #[derive(Clone)]
 pub struct Upstream(Arc<Shared>);
 
+/// What all handles to an upstream share.
 pub(crate) struct Shared {
     name: String,
     config: UpstreamConfig,
-    pub(crate) key: Option<SecretString>,
+    key: Option<SecretString>,
     pub(crate) client: Client,
     pub(crate) gate: Gate,
     pub(crate) breaker: Arc<Breaker>,
     pub(crate) usage: Usage,
     pub(crate) memory: Memory,
-    pub(crate) policies: Arc<Policies>,
+    policies: Arc<Policies>,
     profiles: BTreeMap<String, Profile>,
     /// What asking it has found.
     asked: RwLock<Asked>,
 }
 
-/// A model of an upstream: takes requests, and sends the events of their replies, as an engine does. Cheap to clone.
+/// A model of an upstream: takes requests, and sends the events of their replies, as an engine does (`submit.rs`).
+/// Cheap to clone.
 #[derive(Clone)]
 pub struct UpstreamModel {
     upstream: Upstream,
-    /// `NAME/MODEL`
+    /// The name `NAME/MODEL`.
     name: Arc<str>,
 }
 
@@ -114,7 +111,8 @@ impl Upstream {
     /// # Errors
     /// If it does not answer, in words without its key. What the configuration says applies.
     pub async fn ask(&self) -> Result<Vec<String>, String> {
-        let asked = ask::ask(self).await.map_err(|fault| fault.problem)?;
+        let asked = models::ask(&self.0.config, self.0.key.clone()).await;
+        let asked = asked.map_err(|fault| fault.problem)?;
         let mut models: Vec<String> = asked.models.keys().cloned().collect();
         *self.0.asked.write() = asked;
         if !self.0.config.models.is_empty() {
@@ -154,7 +152,7 @@ impl Upstream {
 }
 
 impl UpstreamModel {
-    /// `NAME/MODEL`
+    /// The name `NAME/MODEL`.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -186,7 +184,7 @@ impl UpstreamModel {
         of_config.or_else(|| self.asked(|model| model.context))
     }
 
-    fn asked<T>(&self, of: impl FnOnce(&ask::Model) -> Option<T>) -> Option<T> {
+    fn asked<T>(&self, of: impl FnOnce(&models::Model) -> Option<T>) -> Option<T> {
         self.upstream.0.asked.read().models.get(self.model()).and_then(of)
     }
 
@@ -197,71 +195,5 @@ impl UpstreamModel {
     /// The policies of all profiles.
     pub fn policies(&self) -> &Arc<Policies> {
         &self.upstream.0.policies
-    }
-
-    /// Refuses what the client asks for and the upstream does not have.
-    ///
-    /// # Errors
-    /// Names the field.
-    pub fn check(&self, request: &Request) -> Result<(), Error> {
-        let lacks = Lacks { upstream: self.upstream.name().into() };
-        if request.embedding.is_some() {
-            return Err(lacks.field("input").into());
-        }
-        if request.prompt.is_some() {
-            let problem = format!(
-                "the upstream `{}` takes conversations only; send messages, or use another model",
-                lacks.upstream
-            );
-            return Err(RequestError::Field { field: "prompt", problem }.into());
-        }
-        if request.prompt_logprobs.is_some() {
-            return Err(lacks.field("prompt_logprobs").into());
-        }
-        if request.messages.is_empty() {
-            return Err(RequestError::EmptyPrompt.into());
-        }
-        let capabilities = self.capabilities();
-        if let Some(part) = request.continues {
-            let can = match part {
-                Continued::Reasoning => capabilities.continues_reasoning(),
-                Continued::Answer => capabilities.continues_answer(),
-            };
-            let is_known = self.upstream.config().protocol == Protocol::OpenAi;
-            if !can || !is_known {
-                return Err(lacks.field("continue_final_message").into());
-            }
-        }
-        let checked = match self.upstream.config().protocol {
-            Protocol::OpenAi => openai::check(request, &capabilities, &lacks),
-            Protocol::Anthropic => anthropic::check(request, &capabilities, &lacks),
-        };
-        Ok(checked?)
-    }
-
-    /// Begins a request. Dropping the receiver cancels it, and closes its connection. Within a runtime.
-    ///
-    /// # Errors
-    /// As [`Self::check`].
-    pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, Error> {
-        self.check(&request)?;
-        Ok(self.start(request))
-    }
-
-    /// Begins the requests of a body, each of their choices as a request of its own. Returns a receiver for each
-    /// choice, request by request.
-    ///
-    /// # Errors
-    /// As [`Self::check`]; then none has begun.
-    pub fn submit_all(&self, body: Vec<Choices>) -> Result<Vec<UnboundedReceiver<Event>>, Error> {
-        body.iter().try_for_each(|choices| self.check(&choices.request))?;
-        let requests: Vec<_> = body.iter().flat_map(Choices::requests).collect();
-        Ok(requests.into_iter().map(|request| self.start(request)).collect())
-    }
-
-    fn start(&self, request: Request) -> UnboundedReceiver<Event> {
-        let (events, receiver) = unbounded_channel();
-        tokio::spawn(run::run(self.clone(), request, events));
-        receiver
     }
 }

@@ -28,11 +28,11 @@ pub struct Use {
 pub struct Used {
     /// Requests that the upstream was sent, repetitions and continuations included.
     pub requests: u64,
-    /// Those that failed.
+    /// Requests that failed.
     pub failures: u64,
     /// Tokens of prompts.
     pub prompt_tokens: u64,
-    /// Those of them that were saved at the upstream.
+    /// Tokens of prompts that were saved at the upstream.
     pub cached_tokens: u64,
     /// Tokens of replies.
     pub reply_tokens: u64,

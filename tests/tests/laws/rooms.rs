@@ -19,7 +19,7 @@ struct House {
     rooms: &'static [(&'static str, &'static str)],
 }
 
-const HOUSES: [House; 5] = [
+const HOUSES: [House; 6] = [
     House {
         sources: "engine/src",
         rooms: &[
@@ -153,6 +153,38 @@ const HOUSES: [House; 5] = [
             ("verify", "config hub"),
             ("wiring", "config keys link reload"),
             ("words", ""),
+        ],
+    },
+    House {
+        sources: "server/upstream/src",
+        rooms: &[
+            ("anthropic", "ask capability fault memory openai piece"),
+            ("ask", "capability memory"),
+            ("breaker", ""),
+            ("capability", ""),
+            ("client", "config fault"),
+            ("config", "capability"),
+            ("fault", ""),
+            ("gate", "config fault"),
+            ("hooks", ""),
+            ("memory", ""),
+            ("models", "capability client config fault piece"),
+            ("openai", "ask capability fault memory piece"),
+            ("piece", ""),
+            ("prepare", "capability config upstream"),
+            ("reply", "ask"),
+            (
+                "run",
+                "anthropic ask config fault hooks openai piece prepare reply segment steer stream tally upstream usage",
+            ),
+            ("segment", ""),
+            ("sse", "client fault"),
+            ("steer", "capability config hooks prepare reply segment"),
+            ("stream", "anthropic client fault openai piece sse"),
+            ("submit", "anthropic capability config openai run upstream"),
+            ("tally", "piece"),
+            ("upstream", "breaker capability client config gate memory models usage"),
+            ("usage", "piece"),
         ],
     },
 ];

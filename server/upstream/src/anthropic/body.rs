@@ -6,9 +6,10 @@ use serde_json::{Map, Value, json};
 use steersman_policy_host::SavePoint;
 use steersman_request::{Arguments, Effort, Form, Message, Request, RequestError};
 
-use crate::capability::{Capabilities, ReasoningField};
+use crate::ask::{Ask, Continuation};
+use crate::capability::{Capabilities, FormKind, Lacks, ReasoningField};
+use crate::memory::Memory;
 use crate::openai;
-use crate::prepare::{Ask, Continuation, Lacks, Memory};
 
 /// Smallest budget of reasoning that the API takes.
 const LEAST_BUDGET: u32 = 1024;
@@ -69,7 +70,7 @@ pub fn check(
     if let Some(format) =
         request.response_format.as_ref().filter(|_| request.tool_choice.is_required)
     {
-        return Err(lacks.form(format.field, openai::form_kind(&format.form)));
+        return Err(lacks.form(format.field, FormKind::of(&format.form)));
     }
     openai::check(request, capabilities, lacks)
 }

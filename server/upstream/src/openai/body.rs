@@ -1,16 +1,21 @@
 //! A request as a body of chat completions.
 
 use serde_json::{Map, Value, json};
-use steersman_request::{Effort, Form, Message, Request};
+use steersman_request::{Effort, Form, Message, Request, RequestError, ToolCall};
 
-use crate::capability::{Capabilities, FormKind, Kind, ReasoningField};
-use crate::prepare::{Ask, Continuation, Lacks, Memory};
+use crate::ask::{Ask, Continuation};
+use crate::capability::{Capabilities, Continues, FormKind, Kind, Lacks, ReasoningField};
+use crate::memory::Memory;
 
 /// Refuses what the client asks for and no field of this upstream carries.
 ///
 /// # Errors
 /// Names the field.
-pub fn check(request: &Request, capabilities: &Capabilities, lacks: &Lacks) -> Result<(), Lacking> {
+pub fn check(
+    request: &Request,
+    capabilities: &Capabilities,
+    lacks: &Lacks,
+) -> Result<(), RequestError> {
     let Capabilities { forms, tools, logprobs, seed, top_k, sampling, template_variables, .. } =
         capabilities;
     let own = [
@@ -29,28 +34,15 @@ pub fn check(request: &Request, capabilities: &Capabilities, lacks: &Lacks) -> R
         return Err(lacks.field(field));
     }
     match &request.response_format {
-        Some(format) if !forms.contains(&form_kind(&format.form)) => {
-            Err(lacks.form(format.field, form_kind(&format.form)))
+        Some(format) if !forms.contains(&FormKind::of(&format.form)) => {
+            Err(lacks.form(format.field, FormKind::of(&format.form)))
         }
         _ => Ok(()),
     }
 }
 
-type Lacking = steersman_request::RequestError;
-
 fn has_repetition(request: &Request) -> bool {
     (request.penalties.repetition - 1.0).abs() > f32::EPSILON
-}
-
-/// The kind of a form.
-pub fn form_kind(form: &Form) -> FormKind {
-    match form {
-        Form::JsonObject => FormKind::JsonObject,
-        Form::JsonSchema(_) => FormKind::JsonSchema,
-        Form::Regex(_) => FormKind::Regex,
-        Form::Lark(_) => FormKind::Grammar,
-        Form::Choice(_) => FormKind::Choice,
-    }
 }
 
 /// The body of a streamed request, and notes on what was left out of it.
@@ -68,7 +60,7 @@ pub fn body(ask: &Ask<'_>, notes: &mut Vec<String>) -> String {
     }
     if let Some(continuation) = ask.continuation.or(of_client.as_ref()) {
         messages.push(continued(continuation, capabilities.kind));
-        if capabilities.continues == crate::capability::Continues::Told {
+        if capabilities.continues == Continues::Told {
             set("continue_final_message", true.into());
             set("add_generation_prompt", false.into());
         }
@@ -171,7 +163,7 @@ fn reasoning(
     let Ask { request, capabilities, reasoning, budget, .. } = *ask;
     // What closed reasoning is not begun again.
     let is_closed = ask.continuation.is_some_and(|continuation| !continuation.is_open);
-    let is_always = capabilities.continues == crate::capability::Continues::Always;
+    let is_always = capabilities.continues == Continues::Always;
     match capabilities.reasoning {
         // Where the reasoning is closed, the message says so; a server that continues in any case renders another.
         ReasoningField::Template if is_closed && is_always => {
@@ -255,7 +247,10 @@ fn tools(request: &Request, set: &mut impl FnMut(&str, Value)) {
 
 /// The field of a form, and its value.
 fn form(form: &Form, kind: Kind) -> (&'static str, Value) {
-    let schema = |schema: &Value| json!({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": true}});
+    let schema = |schema: &Value| {
+        let named = json!({"name": "answer", "schema": schema, "strict": true});
+        json!({"type": "json_schema", "json_schema": named})
+    };
     match (form, kind) {
         (Form::JsonObject, _) => ("response_format", json!({"type": "json_object"})),
         (Form::JsonSchema(value), _) => ("response_format", schema(value)),
@@ -292,7 +287,7 @@ fn message(message: &Message, capabilities: &Capabilities, memory: &Memory) -> V
         if message.content.is_empty() {
             out["content"] = Value::Null;
         }
-        let call = |call: &steersman_request::ToolCall| {
+        let call = |call: &ToolCall| {
             let arguments = call.function.arguments.to_json();
             let function = json!({"name": call.function.name, "arguments": arguments});
             let mut out = json!({"id": call.id, "type": "function", "function": function});

@@ -4,7 +4,7 @@ mod body;
 mod read;
 mod tags;
 
-pub use self::body::{body, check, form_kind};
+pub use self::body::{body, check};
 pub use self::read::Reader;
 
 /// The route.

@@ -177,8 +177,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::capability::Kind;
-    use crate::config::CapabilityConfig;
+    use crate::capability::{CapabilityConfig, Kind};
 
     fn read(chunks: &[Value]) -> Result<Vec<Piece>, Fault> {
         let capabilities = Capabilities::new(Kind::OpenAi, &CapabilityConfig::default());

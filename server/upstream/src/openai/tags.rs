@@ -23,12 +23,12 @@ enum Place {
 }
 
 impl Tags {
-    /// Of an upstream that tells reasoning apart itself.
+    /// The tags of an upstream that tells reasoning apart itself: none are looked for.
     pub fn none() -> Self {
         Self { place: Place::Answer, held: String::new() }
     }
 
-    /// Of a text that continues reasoning.
+    /// The tags of a text that continues reasoning.
     pub fn in_reasoning() -> Self {
         Self { place: Place::Reasoning, held: String::new() }
     }
