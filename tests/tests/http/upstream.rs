@@ -154,7 +154,7 @@ async fn every_protocol_works_over_an_upstream() {
 
     let body = json!({"model": "work/m", "messages": messages, "stream": false});
     let reply = json_of(send(&app, post_to("/api/chat", &body)).await).await;
-    assert_eq!(reply["message"]["content"], "Rome.");
+    assert_eq!(reply["message"]["content"], "Rome.", "{reply}");
     assert_eq!(reply["prompt_eval_count"], 30);
 
     let seen = seen.lock().unwrap();

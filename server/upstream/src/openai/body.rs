@@ -24,7 +24,8 @@ pub fn check(
         (request.min_tokens > 0 && !sampling, "min_tokens"),
         (request.ignores_end && !sampling, "ignore_eos"),
         (has_repetition(request) && !sampling, "repetition_penalty"),
-        (request.penalties.window > 0, "repetition_context_size"),
+        // Ollama's clients have a window with or without a penalty.
+        (has_repetition(request) && request.penalties.window > 0, "repetition_context_size"),
         (!request.template_variables.is_empty() && !template_variables, "chat_template_kwargs"),
         (request.logprobs.is_some() && !logprobs, "logprobs"),
         (request.seed.is_some() && !seed, "seed"),
