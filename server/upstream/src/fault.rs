@@ -62,6 +62,12 @@ impl Fault {
         matches!(self.kind, FaultKind::Upstream(Busy | Unavailable | Failed))
     }
 
+    /// Returns true if all requests should wait for as long as the upstream says.
+    pub fn asks_for_pause(&self) -> bool {
+        use UpstreamFault::{Busy, Unavailable};
+        matches!(self.kind, FaultKind::Upstream(Busy | Unavailable))
+    }
+
     /// Returns true if it says something about the upstream as a whole, for the breaker.
     pub fn is_of_upstream(&self) -> bool {
         use UpstreamFault::{Failed, TimedOut, Unavailable};

@@ -349,14 +349,6 @@ impl Run {
                 Ok(stream) => return Ok(stream),
                 Err(fault) => fault,
             };
-            let shared = self.shared();
-            let asks_for_pause = matches!(
-                fault.kind,
-                FaultKind::Upstream(UpstreamFault::Busy | UpstreamFault::Unavailable)
-            );
-            if let Some(time) = fault.retry_after.filter(|_| asks_for_pause) {
-                shared.gate.pause_for(time);
-            }
             if attempt >= retries || !fault.is_passing() {
                 return Err(self.error(fault));
             }
@@ -398,6 +390,9 @@ impl Run {
             Ok(_) => pass.ended(true),
             Err(fault) => {
                 shared.usage.failed(&self.who);
+                if let Some(time) = fault.retry_after.filter(|_| fault.asks_for_pause()) {
+                    shared.gate.pause_for(time);
+                }
                 if fault.is_of_upstream() {
                     pass.ended(false);
                 }

@@ -16,6 +16,8 @@ enum Place {
     /// Nothing was written but white space.
     #[default]
     Start,
+    /// The line breaks after the opening tag.
+    Opening,
     Reasoning,
     /// The line breaks after the reasoning.
     Gap,
@@ -48,13 +50,19 @@ impl Tags {
                 Place::Start => {
                     let start = self.held.trim_start();
                     if let Some(rest) = start.strip_prefix(OPEN) {
-                        (self.place, self.held) =
-                            (Place::Reasoning, rest.trim_start_matches('\n').into());
+                        (self.place, self.held) = (Place::Opening, rest.into());
                     } else if OPEN.starts_with(start) {
                         return;
                     } else {
                         self.place = Place::Answer;
                     }
+                }
+                Place::Opening => {
+                    self.held = self.held.trim_start_matches('\n').into();
+                    if self.held.is_empty() {
+                        return;
+                    }
+                    self.place = Place::Reasoning;
                 }
                 Place::Reasoning => {
                     if let Some(at) = self.held.find(CLOSE) {

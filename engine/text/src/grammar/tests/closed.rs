@@ -25,7 +25,7 @@ fn objects_that_list_their_properties_have_no_others() {
         json!({"type": "object", "required": ["kind"],
             "properties": {"kind": {"const": kind}, other: {"type": "integer"}}})
     };
-    let defs = json!({"A": with_a(), "Cat": kind("cat", "lives"), "Dog": kind("dog", "age")});
+    let defs = json!({"A": with_a()});
     let node = json!({"type": "object", "properties": {"next": {"$ref": "#"}, "n": {"const": 1}}});
     for (schema, good, bad) in [
         (with_a(), json!({"a": 1}), json!({"a": 1, "b": 2})),
@@ -58,7 +58,7 @@ fn objects_that_list_their_properties_have_no_others() {
             json!({"a": 1, "b": 2}),
         ),
         (
-            json!({"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "$defs": defs}),
+            json!({"oneOf": [kind("cat", "lives"), kind("dog", "age")]}),
             json!({"kind": "dog", "age": 2}),
             json!({"kind": "dog", "lives": 2}),
         ),
