@@ -11,22 +11,23 @@ use steersman_engine::request::{Event, FinishReason, Request};
 use steersman_tests::{Running, ask, config, policies, profile};
 use steersman_upstream::{Continues, Kind, Upstream, UpstreamConfig};
 use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
 
-/// A server whose policies do nothing, and its address.
-async fn other() -> (Running, String) {
+/// An engine whose policies do nothing, its server, and the address of that.
+async fn other() -> (Running, JoinHandle<std::io::Result<()>>, String) {
     let mut config = config();
     config.profiles.insert("default".into(), profile("passthrough"));
     let engine = Running::without_store(config);
     let app = steersman::app((*engine).clone(), &ServerConfig::default());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/v1", listener.local_addr().unwrap());
-    tokio::spawn(async move { axum::serve(listener, app).await });
-    (engine, url)
+    let server = tokio::spawn(async move { axum::serve(listener, app).await });
+    (engine, server, url)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_loop_at_another_steersman_is_broken_here_and_the_answer_has_its_form() {
-    let (engine, url) = other().await;
+    let (engine, server, url) = other().await;
     let name = engine.info().model.clone();
     // A busy machine may stop a thread for longer than the default of 50 ms.
     let limits = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
@@ -51,6 +52,10 @@ async fn a_loop_at_another_steersman_is_broken_here_and_the_answer_has_its_form(
             _ => {}
         }
     };
+    // The engine ends after its server, and that after the connections to it.
+    drop((events, upstream));
+    server.abort();
+    drop(engine);
     let notes = finished.notes.join("; ");
     assert!(
         notes.contains("closed the reasoning") && notes.contains("loop of"),
