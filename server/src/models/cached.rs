@@ -9,11 +9,8 @@ use anyhow::{Context, Result};
 use steersman_models::hub::Hub;
 
 use super::load::settings;
-use super::{Models, Recipe, Served};
+use super::{Models, Recipe, Recipes, Served};
 use crate::config::OnDemandConfig;
-
-/// Makes the recipe of the model with this id in the cache of a hub.
-pub type Recipes = dyn Fn(&Hub, &str) -> Result<Arc<dyn Recipe>> + Send + Sync;
 
 /// Who has named a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -28,10 +28,10 @@ use steersman_upstream::Upstream;
 use tokio::time::Instant;
 
 pub use self::backend::Backend;
-pub use self::cached::{NamedBy, Recipes};
+pub use self::cached::NamedBy;
 pub use self::load::{Loaded, find, load, numbers};
 use self::starter::Starter;
-pub use self::starter::{Recipe, Running};
+pub use self::starter::{Recipe, Recipes, Running};
 pub use self::upstream::problems_of_continuation;
 
 /// How long a request waits for room if nothing says so; see `server.model_wait_s`.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result};
 use parking_lot::Mutex;
 use steersman_engine::{Engine, EngineThread};
+use steersman_models::hub::Hub;
 use steersman_models::pool;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -34,6 +35,9 @@ pub trait Recipe: Send + Sync {
     /// If that fails.
     fn start(&self) -> Result<Running>;
 }
+
+/// Makes the recipe of the model with this id in the cache of a hub.
+pub type Recipes = dyn Fn(&Hub, &str) -> Result<Arc<dyn Recipe>> + Send + Sync;
 
 /// An engine and its thread, which ends after the last handle to the engine.
 pub type Running = (Engine, EngineThread);

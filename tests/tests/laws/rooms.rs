@@ -91,6 +91,7 @@ const HOUSES: [House; 6] = [
             ("event", "error message"),
             ("live", ""),
             ("message", ""),
+            ("mlx", "error"),
             ("profile", "error"),
             ("span", ""),
             ("store_error", ""),
