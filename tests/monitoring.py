@@ -24,8 +24,10 @@ SECRET = "sesame-47"
 DEBUG = re.compile(r"Some\(|\bNone\b|\w+ \{ |\w+\(\"|Err\(|Ok\(|\d(?:ns|µs)\b|::<")
 #: A looping prompt: the policy closes the reasoning.
 LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;"
-#: Series that this server has none of: no policy has the grant `counters`.
-ABSENT = {"steersman_policy_counts"}
+#: Series that this server has none of: no policy has the grant `counters`, and it has no upstreams.
+ABSENT = {"steersman_policy_counts"} | {
+    f"steersman_upstream_{name}" for name in ("breaker", "failures", "requests", "requests_now", "tokens", "tokens_today")
+}
 
 
 def quantile(name, counts):
