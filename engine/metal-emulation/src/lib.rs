@@ -40,8 +40,10 @@ const UNWRITTEN: [u8; 4] = [0xa5, 0xff, 0xa5, 0xff];
 static ORDER: AtomicU32 = AtomicU32::new(0);
 
 /// The loaded libraries by [`name`], and those that are being built, which other threads wait for.
-static LIBRARIES: Mutex<BTreeMap<u64, Arc<Mutex<Option<Arc<Loaded>>>>>> =
-    Mutex::new(BTreeMap::new());
+static LIBRARIES: Mutex<BTreeMap<u64, Place>> = Mutex::new(BTreeMap::new());
+
+/// Where a library is loaded once, by the first thread that needs it.
+type Place = Arc<Mutex<Option<Arc<Loaded>>>>;
 
 /// The library of a text.
 struct Loaded {

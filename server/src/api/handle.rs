@@ -354,7 +354,7 @@ async fn check_lengths(
     }
     let check = move || {
         for (index, job) in jobs.iter().enumerate().filter(|(_, job)| is_long(&job.request)) {
-            let failed = |error: Error| (index, error.into());
+            let failed = |error: Error| (index, error);
             let tokens = engine.tokenize(&job.request).map_err(failed)?.len();
             if tokens > limit {
                 return Err(failed(RequestError::ContextTooLong { tokens, limit }.into()));
@@ -362,7 +362,8 @@ async fn check_lengths(
         }
         Ok(jobs)
     };
-    app.bodies.work(check).await.map_err(|error| (0, error))?
+    let checked = app.bodies.work(check).await.map_err(|error| (0, error))?;
+    checked.map_err(|(index, error)| (index, error.into()))
 }
 
 /// The time that the client gives a request, from its headers.
