@@ -6,7 +6,7 @@ import { chmodSync, mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { createInterface } from "node:readline";
 
-import { BINARY, OPERATOR, CLIENT, VIEWS, SIZES, PATIENCE, work, pictures, run, open, visit, check } from "./page.mjs";
+import { BINARY, OPERATOR, CLIENT, LOOP, VIEWS, SIZES, PATIENCE, work, pictures, ask, run, open, visit, check } from "./page.mjs";
 
 /** Python's classes of clients, which print what they are called with: the packages are tested by tests/*_client.py. */
 const CLASSES = `
@@ -243,6 +243,8 @@ export default {
   },
 
   async "every view, light and dark, on a desk and on a phone"({ browser, url }) {
+    // A policy closes its reasoning.
+    const { id } = await ask(url, LOOP);
     for (const theme of ["light", "dark"]) {
       for (const [device, size] of Object.entries(SIZES)) {
         const { page, seen, context } = await open(browser, url, { size, theme, key: OPERATOR });
@@ -254,9 +256,8 @@ export default {
           await check(page, seen, name);
           await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: device === "phone" });
         }
-        await page.evaluate(() => { location.hash = "#/requests"; });
-        await page.locator(".requests-table tr", { hasText: "/chat/completions" }).locator("a").nth(1).click();
-        await page.waitForSelector(".mark, .records");
+        await page.evaluate((id) => { location.hash = `#/requests/${id}`; }, id);
+        await page.waitForSelector(".mark, .records li");
         await check(page, seen, `life-${theme}-${device}`);
         await page.screenshot({ path: join(pictures, `life-${theme}-${device}.png`), fullPage: true });
         await context.close();
