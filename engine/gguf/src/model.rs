@@ -142,7 +142,7 @@ impl Model {
         Ok(model)
     }
 
-    /// Its file, or those of its parts.
+    /// The file of the model, or the files of its parts.
     pub fn files(&self) -> &[PathBuf] {
         &self.header.files
     }

@@ -16,12 +16,12 @@ const PARTS: u64 = 1000;
 /// The ending of a file's name.
 const ENDING: &str = ".gguf";
 
-/// What the name of a part tells.
+/// A part of a model, as the name of its file describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part<'a> {
     /// The name without number and ending: that of the model.
     pub stem: &'a str,
-    /// Its number, from 1 on.
+    /// The number of the part; the first is 1.
     pub number: u32,
     /// The number of parts.
     pub count: u32,

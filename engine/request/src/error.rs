@@ -179,7 +179,7 @@ pub enum RequestError {
         upstream: String,
         /// HTTP status, 400 to 499.
         status: u16,
-        /// What it says.
+        /// The message of the upstream.
         message: String,
     },
     /// An upstream cannot answer, or not now.

@@ -243,9 +243,9 @@ impl Effort {
 /// The part of a message in which a reply continues it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Continued {
-    /// Its reasoning, which goes on.
+    /// The reply continues the reasoning of the message.
     Reasoning,
-    /// Its answer; its reasoning, if it has some, has ended.
+    /// The reply continues the answer of the message, whose reasoning has ended.
     Answer,
 }
 

@@ -10,7 +10,7 @@ use crate::error::{ConfigError, Error};
 /// The policies and limits of a group of requests.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Profile {
-    /// Its policies, and how they run.
+    /// The policies of the profile, and how they run.
     pub policy: ProfilePolicies,
     /// Limits of its requests.
     pub limits: ProfileLimits,

@@ -14,7 +14,7 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// Of a policy with the parameters `params`, if it `receives` them.
+    /// Returns what a policy has planned that has the parameters `params`, if it `receives` them.
     pub fn new(params: &Params, receives: bool, note: Option<String>) -> Self {
         let names = params.iter().filter(|_| receives).map(|(name, _)| name.clone());
         Self { names: names.collect(), note }

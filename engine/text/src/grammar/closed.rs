@@ -5,8 +5,8 @@
 //! too; `additionalProperties` with `true` or a schema keeps an object open.
 //!
 //! # Which objects stay open
-//! Those that may need a property which they do not list: beside `allOf`, `anyOf`, `$ref` and the like, or as a part of
-//! one with others that hold for the same object; with a `required` property that is not listed; with keywords that
+//! An object stays open if it may need a property that it does not list: beside `allOf`, `anyOf`, `$ref` and the like,
+//! or as a part of one with others that hold for the same object; with a `required` property that is not listed; with keywords that
 //! are about further properties. Options of `oneOf` are closed if their schemas exclude each other as they were
 //! written: a reply that fits the closed one of two options may fit the other, which is open in the client's schema.
 
