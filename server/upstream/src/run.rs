@@ -87,7 +87,7 @@ pub async fn run_with(
         biased;
         () = events.closed() => {
             span.log(|| tracing::debug!(id, "request cancelled"));
-            return run.finish("cancelled").await.map_or((), drop);
+            return drop(run.finish("cancelled").await);
         }
         () = &mut late => {
             let stage = if run.has_started { "being decoded" } else { "waiting" };
@@ -508,7 +508,7 @@ impl Run {
         };
         // Ends by a policy and at limits may have left text with the policies.
         let released = self.steer.release(&mut self.reply).await;
-        let (of_policy, labels) = self.finish(name).await.unwrap_or_default();
+        let (of_policy, labels) = self.finish(name).await;
         if let Err(error) = released {
             return self.reply.send(Event::Failed(error));
         }
@@ -523,7 +523,7 @@ impl Run {
     }
 
     /// Calls `on-finish`.
-    async fn finish(&mut self, reason: &str) -> Option<(Vec<String>, Labels)> {
+    async fn finish(&mut self, reason: &str) -> (Vec<String>, Labels) {
         let usage = self.tally.usage(self.reply.counts);
         let summary = Summary {
             reason: reason.into(),
@@ -534,6 +534,6 @@ impl Run {
             // Cast: as many as an upstream may send.
             tool_calls: self.reply.calls.len() as u32,
         };
-        Some(self.steer.hooks.finish(summary).await)
+        self.steer.hooks.finish(summary).await
     }
 }
