@@ -4,7 +4,8 @@
 # usage: tests/cross/aarch64-linux.sh FOLDER [kernels | verify]    FOLDER keeps the toolchain and the build, 6 GB
 #
 # `kernels`, the default, runs the tests of the kernels for CPUs (NEON): 4 minutes of two cores. `verify` builds the server
-# and runs `steersman verify` on the bundled model.
+# and runs `steersman verify` on the bundled model with the prompts of prompts.json, as the emulation takes half a minute
+# for each reply.
 #
 # Needs Debian's g++-aarch64-linux-gnu and qemu-user. An emulation shows that results are right, and nothing about speed.
 set -euo pipefail
@@ -30,7 +31,8 @@ case $mode in
     time cargo test -Zbuild-std=std,panic_abort,proc_macro,test --target aarch64-unknown-linux-gnu -p steersman-cpu-kernels --lib
     ;;
   verify)
-    time cargo build -Zbuild-std=std,panic_abort,proc_macro --target aarch64-unknown-linux-gnu --release --bin steersman
-    time qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/target/aarch64-unknown-linux-gnu/release/steersman" verify
+    time cargo build -Zbuild-std=std,panic_abort,proc_macro --target aarch64-unknown-linux-gnu --bin steersman
+    time qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/target/aarch64-unknown-linux-gnu/debug/steersman" verify \
+      --prompts tests/cross/prompts.json --tokens 48
     ;;
 esac
