@@ -140,6 +140,9 @@ struct Run {
     /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers
     /// take it for reasoning, because they see no end of that in the new text.
     is_after_reasoning: bool,
+    /// Notes on what the request to the upstream lacks, until the reply begins: a fallback may answer before, which looks
+    /// at the first event.
+    early_notes: Vec<String>,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
     generated_ids: u32,
@@ -175,6 +178,7 @@ impl Run {
             has_started: false,
             tally: Tally::default(),
             is_after_reasoning: false,
+            early_notes: Vec::new(),
             blocks: Vec::new(),
             wanted_back: Vec::new(),
             generated_ids: 0,
@@ -414,6 +418,8 @@ impl Run {
                 max_tokens: self.steer.limits.reply,
                 max_answer_tokens: self.steer.limits.answer,
             });
+            let notes = std::mem::take(&mut self.early_notes);
+            notes.into_iter().for_each(|note| self.reply.note(note));
         }
         tracing::debug!(
             upstream = upstream.name(),
@@ -471,7 +477,7 @@ impl Run {
         };
         // Those of a continued reply are known.
         if continuation.is_none() {
-            notes.into_iter().for_each(|note| self.reply.note(note));
+            self.early_notes = notes;
         }
         body
     }
