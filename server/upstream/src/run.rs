@@ -23,7 +23,7 @@ use crate::fault::{Fault, FaultKind};
 use crate::hooks::Hooks;
 use crate::openai;
 use crate::piece::Piece;
-use crate::prepare::{Prepared, prepare};
+use crate::prepare::{Prepared, prepare, prompt_tokens};
 use crate::reply::Reply;
 use crate::segment::Pieces;
 use crate::steer::{Next, Steer};
@@ -87,6 +87,7 @@ pub async fn run_with(
         biased;
         () = events.closed() => {
             span.log(|| tracing::debug!(id, "request cancelled"));
+            run.count();
             return drop(run.finish("cancelled").await);
         }
         () = &mut late => {
@@ -95,6 +96,7 @@ pub async fn run_with(
         }
         ended = run.drive() => ended,
     };
+    run.count();
     match ended {
         Ok(reason) => run.finished(reason).await,
         Err(error) => {
@@ -218,7 +220,6 @@ impl Run {
 
     /// One request to the upstream.
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
-        self.tally.begin_part(self.reply.tokens());
         self.is_after_reasoning = match continuation {
             Some(continuation) => !continuation.is_open,
             None => self.request.continues == Some(Continued::Answer),
@@ -389,12 +390,15 @@ impl Run {
         })?;
         shared.usage.asked(&self.who);
         self.reply.show_sent();
+        let written = self.written();
+        self.tally.begin_part(written);
         let began = self.begin(body, continuation).await;
         match &began {
             Ok(_) => pass.ended(true),
             Err(fault) => {
+                self.tally.drop_part();
                 shared.usage.failed(&self.who);
-                if let Some(time) = fault.retry_after.filter(|_| fault.asks_for_pause()) {
+                if let Some(time) = fault.retry_after.filter(|_| fault.is_passing()) {
                     shared.gate.pause_for(time);
                 }
                 if fault.is_of_upstream() {
@@ -482,12 +486,22 @@ impl Run {
         body
     }
 
-    /// Counts the tokens of a request to the upstream.
+    /// Pieces that the upstream has written, also those that policies have taken back.
+    fn written(&self) -> u32 {
+        let Steer { rewound, injected, .. } = self.steer;
+        let pieces = (self.reply.tokens() as usize + rewound).saturating_sub(injected);
+        u32::try_from(pieces).unwrap_or(u32::MAX)
+    }
+
+    /// Counts the tokens of the request to the upstream that has ended, however it has. A prompt that the upstream has not
+    /// counted takes of the tokens of the day what its text is worth: most servers count at the end of a reply only.
     fn count(&mut self) {
-        let (counts, pieces) = self.tally.end_part(self.reply.tokens());
+        let written = self.written();
+        let Some((counts, pieces)) = self.tally.end_part(written) else { return };
         let shared = self.shared();
         shared.usage.count(&self.who, counts, pieces);
-        let (prompt, reply) = (counts.prompt.unwrap_or(0), counts.reply.unwrap_or(pieces));
+        let prompt = counts.prompt.unwrap_or_else(|| prompt_tokens(&self.request));
+        let reply = counts.reply.unwrap_or(pieces);
         shared.gate.count(u64::from(prompt) + u64::from(reply));
     }
 

@@ -69,8 +69,9 @@ pub struct Steer {
     /// What the pieces of one part of the stream have completed.
     loop_found: Option<LoopReport>,
     token_found: bool,
-    injected: usize,
-    rewound: usize,
+    /// Pieces that policies have injected, and taken back.
+    pub injected: usize,
+    pub rewound: usize,
     repairs: u32,
     /// Loops that were found.
     pub loops: u32,

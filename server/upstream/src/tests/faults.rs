@@ -145,6 +145,30 @@ async fn an_upstream_that_keeps_failing_is_not_asked() {
     assert!(failure(&all(begin(&model, ask("?"))).await).contains("has failed several times"));
 }
 
+/// Who left before the end of each reply used no tokens of the day.
+#[tokio::test]
+async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
+    let acts = vec![delta(json!({"content": "one two three four"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    let mut events = begin(&model, ask("What comes then?"));
+    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
+    drop(events);
+    let counted = async {
+        loop {
+            let report = model.upstream().report();
+            if report.tokens_today > 0 {
+                return report;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let report = tokio::time::timeout(Duration::from_secs(60), counted).await.unwrap();
+    // The last piece is not complete, and four bytes of the prompt are a token.
+    assert_eq!(report.used[0].1.estimated_tokens, 3);
+    assert_eq!(report.tokens_today, 3 + ask("What comes then?").text_bytes() as u64 / 4);
+}
+
 #[tokio::test]
 async fn nobody_listens() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
