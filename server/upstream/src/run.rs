@@ -27,7 +27,7 @@ use crate::prepare::{Prepared, prepare, prompt_tokens};
 use crate::reply::Reply;
 use crate::segment::Pieces;
 use crate::steer::{Next, Steer};
-use crate::stream::{Reader, Stream};
+use crate::stream::{Patience, Reader, Stream};
 use crate::tally::Tally;
 use crate::upstream::{Shared, UpstreamModel};
 use crate::usage::Use;
@@ -225,13 +225,18 @@ impl Run {
             None => self.request.continues == Some(Continued::Answer),
         };
         let mut stream = self.open(continuation).await?;
-        let within = self.model.upstream().config().piece_timeout();
+        let upstream = self.model.upstream().clone();
         let mut end = None;
+        // Only counts may follow the end, and some servers keep the connection open.
+        let mut counts_until = None;
+        // Counts alone are no piece of the reply.
+        let mut newest_piece = Instant::now();
         let ended = loop {
-            let upstream = self.model.upstream().clone();
-            // Only counts may follow the end, and some servers keep the connection open.
-            let within = if end.is_some() { within.min(COUNTS) } else { within };
-            let pieces = match stream.next(&upstream.shared().client, within).await {
+            let patience = match counts_until {
+                None => Patience::after(newest_piece, upstream.config()),
+                Some(until) => Patience::until(until),
+            };
+            let pieces = match stream.next(&upstream.shared().client, patience).await {
                 Ok(Some(pieces)) => pieces,
                 Ok(None) => break Ok(Next::Read),
                 Err(_) if end.is_some() => break Ok(Next::Read),
@@ -244,9 +249,11 @@ impl Run {
                 }
             };
             let mut next = Next::Read;
+            let are_counts = pieces.iter().all(Piece::is_counts);
             for piece in pieces {
                 if let Piece::End(reason) = piece {
                     end = Some(reason);
+                    counts_until = counts_until.or(Some(Instant::now() + COUNTS));
                     continue;
                 }
                 next = self.take(piece, end.is_some()).await?;
@@ -256,6 +263,9 @@ impl Run {
             }
             if next != Next::Read {
                 break Ok(next);
+            }
+            if !are_counts {
+                newest_piece = Instant::now();
             }
         };
         drop(stream);

@@ -133,6 +133,26 @@ async fn a_client_that_leaves_ends_the_request_at_the_upstream() {
     tokio::time::timeout(Duration::from_secs(60), upstream.closed()).await.unwrap();
 }
 
+/// Pings, empty chunks and counts held a request for as long as they came.
+#[tokio::test]
+async fn events_without_text_are_not_waited_for_without_end() {
+    let count = json!({"choices": [], "usage": {"prompt_tokens": 1}});
+    let pause = Wait(Duration::from_millis(100));
+    for quiet in [json!({"choices": []}), count] {
+        let quiet: Vec<_> = (0..600).flat_map(|_| [Say(quiet.clone()), pause.clone()]).collect();
+        let mut begun = vec![delta(json!({"content": "a"}))];
+        begun.extend(quiet.clone());
+        for acts in [quiet, begun] {
+            let upstream = Scripted::start(vec![streamed(acts)]).await;
+            let model = model(&upstream.url, |config| {
+                (config.first_piece_timeout_s, config.piece_timeout_s) = (2, 1);
+            });
+            let said = failure(&all(begin(&model, ask("?"))).await);
+            assert!(said.contains("no piece came within"), "{said}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn an_upstream_that_keeps_failing_is_not_asked() {
     let upstream = Scripted::start(vec![error(500, "oops")]).await;
