@@ -56,16 +56,10 @@ impl Fault {
         Self::new(UpstreamFault::Failed, problem)
     }
 
-    /// Returns true if the same request may succeed if it is sent again at once or soon.
+    /// Returns true if the same request may succeed if it is sent again at once, or after the time that the upstream says.
     pub fn is_passing(&self) -> bool {
         use UpstreamFault::{Busy, Failed, Unavailable};
         matches!(self.kind, FaultKind::Upstream(Busy | Unavailable | Failed))
-    }
-
-    /// Returns true if all requests should wait for as long as the upstream says.
-    pub fn asks_for_pause(&self) -> bool {
-        use UpstreamFault::{Busy, Unavailable};
-        matches!(self.kind, FaultKind::Upstream(Busy | Unavailable))
     }
 
     /// Returns true if it says something about the upstream as a whole, for the breaker.

@@ -372,7 +372,8 @@ impl Run {
             span.log(|| {
                 tracing::warn!(upstream, problem, "upstream failed; repeating the request")
             });
-            if fault.retry_after.is_none() {
+            // The gate keeps the pause that the upstream asks for, and an open breaker refuses at once.
+            if fault.retry_after.is_none_or(|time| time < FIRST_PAUSE) {
                 sleep(pause).await;
                 pause *= 2;
             }
