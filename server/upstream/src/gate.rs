@@ -14,6 +14,9 @@ use crate::fault::Fault;
 /// Longest pause for which requests wait; for a longer one they end at once.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
+/// Longest pause after which a request tries again, whatever the upstream says: its clock may be wrong.
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+
 const DAY_S: u64 = 24 * 3600;
 
 /// Lets requests to an upstream through.
@@ -79,6 +82,8 @@ impl Gate {
             }
         };
         self.wait().await?;
+        // Those before it may have used the tokens of the day.
+        self.check_day()?;
         Ok(permit)
     }
 
@@ -108,7 +113,7 @@ impl Gate {
 
     /// The upstream wants no requests for this time.
     pub fn pause_for(&self, time: Duration) {
-        let until = Instant::now() + time.min(Duration::from_secs(DAY_S));
+        let until = Instant::now() + time.min(LONGEST_PAUSE);
         let inner = &mut *self.inner.lock();
         inner.pause = Some(inner.pause.map_or(until, |before| before.max(until)));
     }
@@ -189,6 +194,8 @@ mod tests {
         gate.pause_for(Duration::from_secs(90));
         let fault = gate.enter().await.unwrap_err();
         assert_eq!(fault.retry_after, Some(Duration::from_secs(90)));
+        gate.pause_for(Duration::from_secs(1 << 40));
+        assert_eq!(gate.enter().await.unwrap_err().retry_after, Some(LONGEST_PAUSE));
     }
 
     #[tokio::test]
@@ -199,5 +206,23 @@ mod tests {
         gate.count(40);
         let fault = gate.enter().await.unwrap_err();
         assert!(fault.problem.contains("tokens_per_day") && fault.retry_after.is_some());
+    }
+
+    /// All requests of a full queue passed, which were there before the tokens were used.
+    #[tokio::test]
+    async fn a_request_that_has_waited_finds_the_tokens_of_the_day_used() {
+        let gate = Arc::new(gate(|config| (config.concurrency, config.tokens_per_day) = (1, 100)));
+        let first = gate.enter().await.unwrap();
+        let waits = tokio::spawn({
+            let gate = gate.clone();
+            async move { gate.enter().await.map(drop) }
+        });
+        while gate.crowd().waiting == 0 {
+            tokio::task::yield_now().await;
+        }
+        gate.count(100);
+        drop(first);
+        assert!(waits.await.unwrap().unwrap_err().problem.contains("tokens_per_day"));
+        assert_eq!(gate.crowd().running, 0);
     }
 }
