@@ -577,8 +577,9 @@ impl Steer {
         (!can).then(|| "the upstream cannot continue a message here".into())
     }
 
-    /// Counts the arguments of a call.
+    /// Counts the arguments of a call, which may come between pieces of reasoning, or without a call.
     pub fn count_arguments(&mut self, text: &str, reply: &mut Reply) {
+        self.enter(Phase::ToolCall, reply);
         self.segmenter.push(text, |_| count(reply));
     }
 

@@ -145,6 +145,33 @@ async fn what_a_vendor_wants_back_with_a_call_comes_back() {
     assert_eq!(message["content"], Value::Null);
 }
 
+/// The letters of the arguments were counted as letters of the reasoning, until fewer than none were left.
+#[tokio::test]
+async fn reasoning_between_the_arguments_of_a_call_is_told_apart() {
+    let call = |call: Value| delta(json!({"tool_calls": [call]}));
+    let arguments = |text: &str| call(json!({"index": 0, "function": {"arguments": text}}));
+    let reasoning = |text: &str| delta(json!({"reasoning_content": text}));
+    let mut acts = vec![
+        reasoning("a b"),
+        call(
+            json!({"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{\"y\": \""}}),
+        ),
+        reasoning(" c d"),
+        arguments("abcdefghijklmno"),
+        reasoning("e"),
+        arguments("\"}"),
+    ];
+    acts.extend(end("tool_calls", 1, 1));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let events = all(begin(&model(&upstream.url, |_| ()), ask("?"))).await;
+    assert_eq!(texts(&events), ("a b c de".into(), String::new()));
+    let called = events.iter().find_map(|event| match event {
+        Event::ToolCall(call) => Some(call.function.arguments.to_json()),
+        _ => None,
+    });
+    assert_eq!(called.as_deref(), Some("{\"y\":\"abcdefghijklmno\"}"));
+}
+
 /// An upstream that never ends a call would fill the memory.
 #[tokio::test]
 async fn arguments_without_end_are_cut_off_at_the_limit_of_the_reply() {
