@@ -277,6 +277,8 @@ impl Steer {
         let newline = self.on_newline && newline;
         let budget_reached = phase == Phase::Reasoning
             && reply.counts.0 >= self.limits.reasoning
+            // Of the whole reply, the upstream's own count holds (`end_at_limit`).
+            && self.limits.reasoning < self.limits.reply
             && !self.is_over_budget;
         let due = self.every > 0 && self.unseen.len() >= self.every as usize;
         let why = match loop_found {

@@ -127,6 +127,19 @@ async fn a_budget_is_passed_on_and_kept_here_too() {
     assert_eq!(upstream.body(0)["reasoning_effort"], Value::Null);
 }
 
+/// The upstream counts tokens, of which there are fewer than pieces in some scripts: the reply ended within its reasoning.
+#[tokio::test]
+async fn the_limit_of_a_reply_is_no_budget_of_its_reasoning() {
+    let mut acts =
+        vec![delta(json!({"reasoning_content": "思".repeat(60)})), delta(json!({"content": "好"}))];
+    acts.extend(end("stop", 1, 40));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let request = Request { max_tokens: Some(50), ..ask("?") };
+    let events = all(begin(&model(&upstream.url, |_| ()), request)).await;
+    assert_eq!(texts(&events).1, "好");
+    assert_eq!(reason(&events), FinishReason::Stop);
+}
+
 #[tokio::test]
 async fn a_rewind_takes_text_back_and_injected_text_follows() {
     let acts = vec![
