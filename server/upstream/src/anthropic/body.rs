@@ -182,7 +182,9 @@ fn thinking(ask: &Ask<'_>, output: &mut Map<String, Value>, notes: &mut Vec<Stri
         ReasoningField::Budget => {
             let of_effort = || request.effort.and_then(Effort::budget);
             let half = ask.max_tokens / 2;
-            let budget = budget.or_else(of_effort).unwrap_or(half).max(LEAST_BUDGET);
+            let budget = budget.or_else(of_effort).unwrap_or(half);
+            // Whoever limits the reply limits its reasoning, too.
+            let budget = budget.min(ask.max_tokens.saturating_sub(1)).max(LEAST_BUDGET);
             json!({"type": "enabled", "budget_tokens": budget})
         }
         ReasoningField::Never | ReasoningField::Effort | ReasoningField::Template => {
