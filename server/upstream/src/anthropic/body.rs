@@ -45,8 +45,11 @@ enum Block {
 }
 
 fn all_digits<S: Serializer>(arguments: &Arguments, serializer: S) -> Result<S::Ok, S::Error> {
-    let json = RawValue::from_string(arguments.to_json()).map_err(serde::ser::Error::custom)?;
-    json.serialize(serializer)
+    match RawValue::from_string(arguments.to_json()) {
+        Ok(json) => json.serialize(serializer),
+        // Values are JSON in any case.
+        Err(_) => arguments.serialize(serializer),
+    }
 }
 
 /// Refuses what the client asks for and no field of this API carries.
