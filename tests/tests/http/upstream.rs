@@ -244,6 +244,18 @@ async fn a_fallback_answers_for_an_upstream_that_fails() {
     }
 }
 
+/// The client was told that a policy had routed its request to a model of which it knows nothing.
+#[tokio::test]
+async fn the_failure_of_an_upstream_stays_that_whatever_its_fallback_says() {
+    let failing = Upstream::that_fails(StatusCode::INTERNAL_SERVER_ERROR, "out of memory");
+    let app = app(failing, |server| {
+        server.upstreams.get_mut("work").unwrap().fallback = vec!["no/such".into()];
+    });
+    let (status, reply) = chat(&app.await, asks()).await;
+    assert_eq!((status.as_u16(), &reply["error"]["code"]), (502, &json!("upstream_failed")));
+    assert!(reply["error"]["message"].as_str().unwrap().contains("out of memory"), "{reply}");
+}
+
 #[tokio::test]
 async fn errors_of_upstreams_are_errors_here_and_no_reply_or_metric_has_their_key() {
     let quoting = format!("the key {KEY} and sk-upstream-0123****cdef");
