@@ -67,8 +67,11 @@ impl Reader {
         for logprob in choice["logprobs"]["content"].as_array().into_iter().flatten() {
             out.push(Piece::Logprob(logprob_of(logprob)));
         }
-        if let Some(content) = text(&delta["content"]) {
-            self.tags.push(&content, |is_reasoning, text| out.push(piece(is_reasoning, text)));
+        match &delta["content"] {
+            Value::String(content) => self.content(content, out),
+            // Mistral's reasoning comes in parts.
+            Value::Array(parts) => parts.iter().for_each(|part| self.part(part, out)),
+            _ => {}
         }
         if let Some(refusal) = text(&delta["refusal"]) {
             out.push(Piece::Answer(refusal));
@@ -100,6 +103,23 @@ impl Reader {
             out.push(Piece::End(reason));
         }
         Ok(())
+    }
+
+    fn content(&mut self, text: &str, out: &mut Vec<Piece>) {
+        self.tags.push(text, |is_reasoning, text| out.push(piece(is_reasoning, text)));
+    }
+
+    /// A part of the content.
+    fn part(&mut self, part: &Value, out: &mut Vec<Piece>) {
+        match part["type"].as_str() {
+            Some("text") => self.content(part["text"].as_str().unwrap_or_default(), out),
+            Some("thinking") => {
+                self.tags.separated();
+                let thoughts = part["thinking"].as_array().into_iter().flatten();
+                out.extend(thoughts.filter_map(|one| text(&one["text"])).map(Piece::Reasoning));
+            }
+            _ => {}
+        }
     }
 
     fn call(&mut self, call: &Value, out: &mut Vec<Piece>) -> Result<(), Fault> {
@@ -258,6 +278,12 @@ mod tests {
         }
         let tagged = read(&[delta(json!({"content": "<think>r</think>a"}))]);
         assert_eq!(tagged.unwrap(), expected);
+        let thought = json!({"type": "thinking", "thinking": [{"type": "text", "text": "r"}]});
+        let parts = read(&[
+            delta(json!({"content": [thought]})),
+            delta(json!({"content": [{"type": "text", "text": "a"}]})),
+        ]);
+        assert_eq!(parts.unwrap(), expected);
     }
 
     #[test]
