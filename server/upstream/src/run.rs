@@ -25,7 +25,7 @@ use crate::openai;
 use crate::piece::Piece;
 use crate::prepare::{Prepared, prepare, prompt_tokens};
 use crate::reply::Reply;
-use crate::segment::Pieces;
+use crate::segment::{Pieces, parts};
 use crate::steer::{Next, Steer};
 use crate::stream::{Patience, Reader, Stream};
 use crate::tally::Tally;
@@ -297,16 +297,13 @@ impl Run {
         match piece {
             Piece::Counts(counts) => self.tally.add(counts),
             _ if has_ended => {}
-            Piece::Reasoning(text) => {
-                return steer.write(Phase::Reasoning, &text, request, reply).await;
-            }
+            Piece::Reasoning(text) => return self.write(Phase::Reasoning, &text).await,
             Piece::Answer(text) => {
                 match self.end_call(false).await? {
                     Next::Read => {}
                     next => return Ok(next),
                 }
-                let Self { steer, reply, request, .. } = self;
-                return steer.write(Phase::Answer, &text, request, reply).await;
+                return self.write(Phase::Answer, &text).await;
             }
             Piece::CallStart { id, name, extra } => {
                 match self.end_call(false).await? {
@@ -336,6 +333,17 @@ impl Run {
             Piece::Block(block) => self.blocks.push(block),
             Piece::Note(note) => reply.note(note),
             Piece::End(_) => {}
+        }
+        Ok(Next::Read)
+    }
+
+    /// Writes text of the upstream.
+    async fn write(&mut self, phase: Phase, text: &str) -> Result<Next, Error> {
+        for part in parts(text) {
+            match self.steer.write(phase, part, &self.request, &mut self.reply).await? {
+                Next::Read => {}
+                next => return Ok(next),
+            }
         }
         Ok(Next::Read)
     }

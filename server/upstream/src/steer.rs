@@ -182,9 +182,9 @@ impl Steer {
             count(reply);
         });
         self.open_bytes = self.open_bytes + text.len() - complete;
+        self.unseen_text.push_str(text);
         let surplus = self.unseen_text.len().saturating_sub(STEP_BYTES);
         self.unseen_text.drain(..self.unseen_text.ceil_char_boundary(surplus));
-        self.unseen_text.push_str(text);
     }
 
     /// The open piece is complete: another phase begins, the stream has ended, or it was cut.
