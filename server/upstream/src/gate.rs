@@ -1,11 +1,12 @@
 //! The limits of one upstream: requests at a time, requests that wait, tokens a day, and the pause that it asks for.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use steersman_request::UpstreamFault;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use crate::config::UpstreamConfig;
@@ -27,6 +28,29 @@ pub struct Gate {
     queue: usize,
     tokens_per_day: u64,
     inner: Mutex<Inner>,
+    /// Requests that have a place, by profile.
+    of_profiles: Mutex<HashMap<String, usize>>,
+    /// Told when a place is free again.
+    freed: Notify,
+}
+
+/// A place among the running requests of a profile, until it is dropped.
+pub struct Place<'a> {
+    gate: &'a Gate,
+    profile: String,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let running = &mut *self.gate.of_profiles.lock();
+        if let Some(own) = running.get_mut(&self.profile) {
+            *own -= 1;
+            if *own == 0 {
+                running.remove(&self.profile);
+            }
+        }
+        self.gate.freed.notify_waiters();
+    }
 }
 
 #[derive(Default)]
@@ -58,6 +82,26 @@ impl Gate {
             queue: config.queue,
             tokens_per_day: config.tokens_per_day,
             inner: Mutex::default(),
+            of_profiles: Mutex::default(),
+            freed: Notify::new(),
+        }
+    }
+
+    /// Waits until fewer than `limit` requests of `profile` have a place; 0 is no limit. A body may have many requests, and
+    /// each choice is one.
+    pub async fn place(&self, profile: &str, limit: usize) -> Place<'_> {
+        loop {
+            // Before the look, so that no place is missed.
+            let freed = self.freed.notified();
+            {
+                let running = &mut *self.of_profiles.lock();
+                let own = running.entry(profile.into()).or_default();
+                if limit == 0 || *own < limit {
+                    *own += 1;
+                    return Place { gate: self, profile: profile.into() };
+                }
+            }
+            freed.await;
         }
     }
 
@@ -182,6 +226,25 @@ mod tests {
         drop(first);
         waits.await.unwrap().unwrap();
         assert_eq!(gate.crowd().running, 0);
+    }
+
+    #[tokio::test]
+    async fn a_profile_has_no_more_places_than_its_limit() {
+        let gate = Arc::new(gate(|_| ()));
+        let first = gate.place("a", 1).await;
+        let waits = tokio::spawn({
+            let gate = gate.clone();
+            async move { drop(gate.place("a", 1).await) }
+        });
+        drop(gate.place("b", 1).await);
+        drop(gate.place("a", 0).await);
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        assert!(!waits.is_finished());
+        drop(first);
+        waits.await.unwrap();
+        assert!(gate.of_profiles.lock().is_empty());
     }
 
     #[tokio::test(start_paused = true)]

@@ -198,6 +198,8 @@ impl Run {
     /// Runs the request to the end of its reply.
     async fn drive(&mut self) -> Result<FinishReason, Error> {
         let upstream = self.model.upstream().clone();
+        let (profile, limit) = (self.request.profile.clone(), self.request.running_limit);
+        let _place = upstream.shared().gate.place(&profile, limit).await;
         let permit = upstream.shared().gate.enter().await;
         let _permit = permit.map_err(|fault| self.error(fault))?;
         let mut continuation = None;

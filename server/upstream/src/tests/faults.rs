@@ -178,6 +178,23 @@ async fn a_client_that_leaves_ends_the_request_at_the_upstream() {
     tokio::time::timeout(Duration::from_secs(60), upstream.closed()).await.unwrap();
 }
 
+/// The choices of one body took all requests that the upstream may run, whatever the limit of their profile.
+#[tokio::test]
+async fn requests_of_a_profile_wait_for_its_others() {
+    let acts = vec![delta(json!({"content": "a"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    let request = Request { running_limit: 1, ..ask("?") };
+    let mut first = begin(&model, request.clone());
+    while !matches!(first.recv().await, Some(Event::Answer(_))) {}
+    let mut second = begin(&model, request);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(upstream.count(), 1);
+    drop(first);
+    while !matches!(second.recv().await, Some(Event::Answer(_))) {}
+    assert_eq!(upstream.count(), 2);
+}
+
 /// Who left before the end of each reply used no tokens of the day.
 #[tokio::test]
 async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
