@@ -169,14 +169,27 @@ impl std::ops::Add for Usage {
     /// The counts of two requests together.
     fn add(self, other: Self) -> Self {
         Self {
-            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
-            cached_tokens: self.cached_tokens + other.cached_tokens,
-            reasoning_tokens: self.reasoning_tokens + other.reasoning_tokens,
-            answer_tokens: self.answer_tokens + other.answer_tokens,
-            drafted_tokens: self.drafted_tokens + other.drafted_tokens,
-            accepted_tokens: self.accepted_tokens + other.accepted_tokens,
-            forced_tokens: self.forced_tokens + other.forced_tokens,
+            prompt_tokens: self.prompt_tokens.saturating_add(other.prompt_tokens),
+            cached_tokens: self.cached_tokens.saturating_add(other.cached_tokens),
+            reasoning_tokens: self.reasoning_tokens.saturating_add(other.reasoning_tokens),
+            answer_tokens: self.answer_tokens.saturating_add(other.answer_tokens),
+            drafted_tokens: self.drafted_tokens.saturating_add(other.drafted_tokens),
+            accepted_tokens: self.accepted_tokens.saturating_add(other.accepted_tokens),
+            forced_tokens: self.forced_tokens.saturating_add(other.forced_tokens),
             skipped_layers: self.skipped_layers.max(other.skipped_layers),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An upstream says what it likes of its tokens, in each round of a reply.
+    #[test]
+    fn counts_of_many_requests_have_an_end() {
+        let most = Usage { prompt_tokens: u32::MAX / 2, answer_tokens: 7, ..Usage::default() };
+        let all = (0..9).fold(Usage::default(), |all, _| all + most);
+        assert_eq!((all.prompt_tokens, all.answer_tokens), (u32::MAX, 63));
     }
 }

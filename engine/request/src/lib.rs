@@ -116,6 +116,12 @@ impl Request {
         self.prompt_logprobs.is_some() || self.embedding.is_some()
     }
 
+    /// Whether the reply continues an answer that has text, whose form cannot be enforced any more.
+    pub fn has_begun_answer(&self) -> bool {
+        let last = self.messages.last().filter(|_| self.continues.is_some());
+        last.is_some_and(|last| !last.content.is_empty())
+    }
+
     /// Bytes of its text: messages, tools, template variables, form and stop strings.
     pub fn text_bytes(&self) -> usize {
         let messages: usize = self.messages.iter().map(Message::text_bytes).sum();

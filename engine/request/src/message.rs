@@ -1,5 +1,6 @@
 //! Messages of a conversation, and the tool calls in them.
 
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -114,6 +115,8 @@ impl Arguments {
     /// The arguments that `json` has; `None` if it is no object. Among the values, a number beyond those of a [`Value`]
     /// and an integer beyond 64 bits are strings of their digits.
     pub fn parse(json: &str) -> Option<Self> {
+        // A number as a key of an object would become a string with the others.
+        serde_json::from_str::<IgnoredAny>(json).ok()?;
         Some(Self::written(serde_json::from_str(&in_range(json)).ok()?, &compact(json)))
     }
 
@@ -157,7 +160,7 @@ fn is_held(text: &str) -> bool {
     match serde_json::from_str::<Value>(text) {
         // Short ones are exact in any type.
         Ok(number) => text.len() < 16 || !is_integer || !number.is_f64(),
-        Err(_) => serde_json::from_str::<serde::de::IgnoredAny>(text).is_err(),
+        Err(_) => serde_json::from_str::<IgnoredAny>(text).is_err(),
     }
 }
 
@@ -206,5 +209,22 @@ impl Serialize for Arguments {
 impl<'de> Deserialize<'de> for Arguments {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Map::deserialize(deserializer).map(Self::from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `{1e999: 1}` was taken, as `"1e999"` can be a key, and its text, which is no JSON, was sent on.
+    #[test]
+    fn arguments_are_json_also_where_their_numbers_are_kept_as_digits() {
+        let digits = "{\"a\": 123456789012345678901234567890, \"b\": [1e999]}";
+        let arguments = Arguments::parse(digits).unwrap();
+        assert_eq!(arguments["a"], "123456789012345678901234567890");
+        assert_eq!(arguments.to_json(), "{\"a\":123456789012345678901234567890,\"b\":[1e999]}");
+        for wrong in ["{1e999: 1}", "{123456789012345678901234567890: 1}", "{\"a\": 1 e999}", "{"] {
+            assert_eq!(Arguments::parse(wrong), None, "{wrong}");
+        }
     }
 }

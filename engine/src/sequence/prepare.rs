@@ -349,6 +349,7 @@ impl Preparer {
             (request.tool_choice.is_required, "the client demands a tool call"),
             (request.ignores_end, "the client set ignore_eos"),
             (request.min_tokens > 0, "the client set min_tokens"),
+            (request.has_begun_answer(), "the client continues an answer"),
         ];
         if let Some((_, why)) = obstacles.iter().find(|(is_there, _)| *is_there) {
             return Err((*why).into());

@@ -271,9 +271,13 @@ impl Rounds {
         self.separates_reasoning |= !reasoning.is_empty();
         self.separates_answer |= !answer.is_empty();
         let request = Arc::make_mut(&mut self.request);
+        // What continues a message of the client's is the rest of that.
+        let begun = request.continues.take().and_then(|_| request.messages.pop());
+        let begun = begun.unwrap_or_default();
+        let reasoning = begun.reasoning_content.unwrap_or_default() + &reasoning;
         request.messages.push(Message {
             role: "assistant".into(),
-            content: answer,
+            content: begun.content + &answer,
             reasoning_content: Some(reasoning).filter(|reasoning| !reasoning.is_empty()),
             tool_calls: calls,
             ..Message::default()

@@ -120,6 +120,9 @@ impl Routes {
     }
 
     /// Begins `request` at the first fallback whose reply begins, after the upstream has failed with `error`.
+    ///
+    /// # Errors
+    /// The newest failure of an upstream.
     async fn fall_back(
         &self,
         fallback: &[String],
@@ -130,19 +133,17 @@ impl Routes {
         for name in fallback {
             let id = &request.id;
             tracing::warn!(id, fallback = name, %error, "upstream failed; asking the fallback");
-            let (routed, kept, mut events) =
-                match self.at_fallback(name, profile, request.clone()).await {
-                    Ok(taken) => taken,
-                    Err(closed) => {
-                        error = closed;
-                        continue;
-                    }
-                };
-            match events.recv().await {
-                Some(Event::Failed(Error::Request(failed))) if failed.is_of_upstream() => {
-                    error = failed.into();
-                }
-                first => return Ok((routed, kept, after(first, events))),
+            let problem: Error = match self.at_fallback(name, profile, request.clone()).await {
+                Ok((routed, kept, mut events)) => match events.recv().await {
+                    Some(Event::Failed(Error::Request(problem))) => problem.into(),
+                    first => return Ok((routed, kept, after(first, events))),
+                },
+                Err(problem) => problem,
+            };
+            tracing::warn!(id, fallback = name, error = %problem, "fallback does not answer");
+            // A refusal is about a model that the client did not ask for.
+            if matches!(&problem, Error::Request(problem) if problem.is_of_upstream()) {
+                error = problem;
             }
         }
         Err(error)
@@ -155,6 +156,7 @@ impl Routes {
         profile: &str,
         request: Request,
     ) -> Result<Taken, Error> {
+        // For the log.
         let closed = |problem: String| {
             Error::Request(RequestError::RouteClosed { route: name.into(), problem })
         };

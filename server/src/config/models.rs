@@ -64,6 +64,9 @@ impl FileConfig {
             if names.iter().filter(|other| *other == name).count() > 1 {
                 problems.push(format!("{key}: another model has this name; choose another one"));
             }
+            if self.is_of_upstream(name) {
+                problems.push(format!("{key}: {UPSTREAM_RULE}"));
+            }
             if model.path.is_empty() {
                 problems
                     .push(format!("{key}.path: is missing; name a folder or a repo (owner/name)"));
@@ -126,6 +129,9 @@ impl FileConfig {
         if names.iter().any(|name| name == alias) {
             return Some("is the name of a model already".into());
         }
+        if self.is_of_upstream(alias) {
+            return Some(UPSTREAM_RULE.into());
+        }
         if self.aliases.contains_key(target) {
             return Some(format!("`{target}` is an alias itself; name its model"));
         }
@@ -166,6 +172,10 @@ impl FileConfig {
 
 /// What names must be.
 const NAME_RULE: &str = "a name is letters, digits and any of -_.:/ (`@` begins a profile)";
+
+/// What is wrong with names of other models that begin as those of an upstream: a request would go to either.
+const UPSTREAM_RULE: &str =
+    "the models of an upstream have names that begin like this one; choose another name";
 
 fn is_name(name: &str) -> bool {
     let is_part = |c: char| c.is_ascii_alphanumeric() || "-_.:/".contains(c);

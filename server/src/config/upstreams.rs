@@ -118,6 +118,11 @@ mod tests {
             ("[profiles.a]\nupstreams = ['wrok']", "profiles.a.upstreams: `wrok` is neither"),
             ("[profiles.a]\nroutes = ['work/m']", "profiles.a.routes: the profile does not use"),
             ("[profiles.a]\nmodel = 'work/m'\nwarm = ['x']", "profiles.a.warm"),
+            (
+                "[models.'work/x']\npath = 'tiny-hybrid-4bit'",
+                "models.work/x: the models of an upstream",
+            ),
+            ("[aliases]\n'work/x' = 'claude/opus'", "aliases.work/x: the models of an upstream"),
             ("[upstreams.'a/b']\nurl = 'http://h'", "upstreams.a/b: the name"),
         ] {
             let found = problems(&format!("{UPSTREAMS}{more}\n"));

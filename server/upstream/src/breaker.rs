@@ -9,7 +9,7 @@ use tokio::time::Instant;
 /// Failures in a row after which it is not asked.
 const FAILURES: u32 = 5;
 
-/// Time for which it is then not asked; doubled with each further failure.
+/// Time for which it is then not asked; doubled with each trial that fails.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Longest such time.
@@ -74,9 +74,17 @@ impl Breaker {
 
     /// The upstream has worked or failed.
     pub fn ended(&self, has_worked: bool) {
+        self.count(has_worked, false);
+    }
+
+    fn count(&self, has_worked: bool, is_trial: bool) {
         let inner = &mut *self.0.lock();
         if has_worked {
             (inner.failures, inner.until) = (0, None);
+            return;
+        }
+        // Requests that ran when it opened fail together: they are one reason to wait, and not many.
+        if inner.until.is_some() && !is_trial {
             return;
         }
         inner.failures = inner.failures.saturating_add(1);
@@ -100,7 +108,7 @@ impl Breaker {
 impl Pass {
     /// [`Breaker::ended`]
     pub fn ended(self, has_worked: bool) {
-        self.breaker.ended(has_worked);
+        self.breaker.count(has_worked, self.is_trial);
     }
 }
 
@@ -137,6 +145,18 @@ mod tests {
         breaker.pass().unwrap().ended(true);
         assert_eq!(breaker.state(), State::Closed);
         breaker.pass().unwrap().ended(false);
+        assert!(breaker.pass().is_ok());
+    }
+
+    /// An upstream that was restarted was not asked for five minutes, as each of its many requests had doubled the time.
+    #[tokio::test(start_paused = true)]
+    async fn requests_that_fail_together_do_not_lengthen_the_pause() {
+        let breaker = Arc::new(Breaker::default());
+        let passes: Vec<_> = (0..64).map(|_| breaker.pass().unwrap()).collect();
+        passes.into_iter().for_each(|pass| pass.ended(false));
+        (0..64).for_each(|_| breaker.ended(false));
+        assert_eq!(breaker.pass().err(), Some(FIRST_PAUSE));
+        tokio::time::advance(FIRST_PAUSE).await;
         assert!(breaker.pass().is_ok());
     }
 }

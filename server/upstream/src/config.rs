@@ -82,7 +82,7 @@ pub struct UpstreamConfig {
     pub connect_timeout_s: u64,
     /// Seconds in which a reply must begin.
     pub first_piece_timeout_s: u64,
-    /// Seconds between two pieces of a reply.
+    /// Seconds between two pieces of a reply; `first_piece_timeout_s`, if that is longer, while pings or counts come.
     pub piece_timeout_s: u64,
     /// How often a request is repeated of whose reply nothing has come.
     pub retries: u32,

@@ -35,8 +35,10 @@ pub enum FaultKind {
     Request(u16),
     /// The upstream's.
     Upstream(UpstreamFault),
-    /// The operator's: the key, or the address.
+    /// The operator's: the key.
     Setup,
+    /// The operator's: the upstream refuses the key for this request, such as for its model, and maybe for no other.
+    Denied,
 }
 
 impl fmt::Display for Fault {
@@ -56,16 +58,10 @@ impl Fault {
         Self::new(UpstreamFault::Failed, problem)
     }
 
-    /// Returns true if the same request may succeed if it is sent again at once or soon.
+    /// Returns true if the same request may succeed if it is sent again at once, or after the time that the upstream says.
     pub fn is_passing(&self) -> bool {
         use UpstreamFault::{Busy, Failed, Unavailable};
         matches!(self.kind, FaultKind::Upstream(Busy | Unavailable | Failed))
-    }
-
-    /// Returns true if all requests should wait for as long as the upstream says.
-    pub fn asks_for_pause(&self) -> bool {
-        use UpstreamFault::{Busy, Unavailable};
-        matches!(self.kind, FaultKind::Upstream(Busy | Unavailable))
     }
 
     /// Returns true if it says something about the upstream as a whole, for the breaker.
@@ -85,7 +81,7 @@ impl Fault {
                 let retry_after_s = self.retry_after.map(|time| time.as_secs().max(1));
                 RequestError::Upstream { upstream, fault, problem, retry_after_s }.into()
             }
-            FaultKind::Setup => {
+            FaultKind::Setup | FaultKind::Denied => {
                 let fault = UpstreamFault::Failed;
                 RequestError::Upstream { upstream, fault, problem, retry_after_s: None }.into()
             }
@@ -108,9 +104,15 @@ impl Fault {
         };
         match code {
             // Vendors quote parts of the key there.
-            401 | 403 => fault(
+            401 => fault(
                 FaultKind::Setup,
                 format!("refuses its key (HTTP {code}); an operator has to check it"),
+            ),
+            403 => fault(
+                FaultKind::Denied,
+                format!(
+                    "refuses its key for this request (HTTP {code}); an operator has to check it"
+                ),
             ),
             429 => upstream(UpstreamFault::Busy, "takes no more requests now"),
             408 | 504 => upstream(UpstreamFault::TimedOut, "took too long"),
@@ -242,6 +244,9 @@ mod tests {
         };
         let wrong = check(401, &body("Incorrect API key provided: sk-proj-abcdefgh1234."));
         assert_eq!(wrong.kind, FaultKind::Setup);
+        // A model that the key does not open says nothing of the others.
+        let denied = check(403, &body("sk-proj-abcdefgh1234 has no access to the model"));
+        assert!(wrong.is_of_upstream() && !denied.is_of_upstream(), "{denied:?}");
         let refused = check(400, &body("max_tokens is too large, sk-proj-abcdefgh1234"));
         assert_eq!(refused.kind, FaultKind::Request(400));
         assert_eq!(refused.problem, "max_tokens is too large, [key]");

@@ -1,11 +1,12 @@
 //! The limits of one upstream: requests at a time, requests that wait, tokens a day, and the pause that it asks for.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use steersman_request::UpstreamFault;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use crate::config::UpstreamConfig;
@@ -13,6 +14,9 @@ use crate::fault::Fault;
 
 /// Longest pause for which requests wait; for a longer one they end at once.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// Longest pause after which a request tries again, whatever the upstream says: its clock may be wrong.
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
 const DAY_S: u64 = 24 * 3600;
 
@@ -24,6 +28,29 @@ pub struct Gate {
     queue: usize,
     tokens_per_day: u64,
     inner: Mutex<Inner>,
+    /// Requests that have a place, by profile.
+    of_profiles: Mutex<HashMap<String, usize>>,
+    /// Told when a place is free again.
+    freed: Notify,
+}
+
+/// A place among the running requests of a profile, until it is dropped.
+pub struct Place<'a> {
+    gate: &'a Gate,
+    profile: String,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let running = &mut *self.gate.of_profiles.lock();
+        if let Some(own) = running.get_mut(&self.profile) {
+            *own -= 1;
+            if *own == 0 {
+                running.remove(&self.profile);
+            }
+        }
+        self.gate.freed.notify_waiters();
+    }
 }
 
 #[derive(Default)]
@@ -55,6 +82,26 @@ impl Gate {
             queue: config.queue,
             tokens_per_day: config.tokens_per_day,
             inner: Mutex::default(),
+            of_profiles: Mutex::default(),
+            freed: Notify::new(),
+        }
+    }
+
+    /// Waits until fewer than `limit` requests of `profile` have a place; 0 is no limit. A body may have many requests, and
+    /// each choice is one.
+    pub async fn place(&self, profile: &str, limit: usize) -> Place<'_> {
+        loop {
+            // Before the look, so that no place is missed.
+            let freed = self.freed.notified();
+            {
+                let running = &mut *self.of_profiles.lock();
+                let own = running.entry(profile.into()).or_default();
+                if limit == 0 || *own < limit {
+                    *own += 1;
+                    return Place { gate: self, profile: profile.into() };
+                }
+            }
+            freed.await;
         }
     }
 
@@ -79,6 +126,8 @@ impl Gate {
             }
         };
         self.wait().await?;
+        // Those before it may have used the tokens of the day.
+        self.check_day()?;
         Ok(permit)
     }
 
@@ -108,7 +157,7 @@ impl Gate {
 
     /// The upstream wants no requests for this time.
     pub fn pause_for(&self, time: Duration) {
-        let until = Instant::now() + time.min(Duration::from_secs(DAY_S));
+        let until = Instant::now() + time.min(LONGEST_PAUSE);
         let inner = &mut *self.inner.lock();
         inner.pause = Some(inner.pause.map_or(until, |before| before.max(until)));
     }
@@ -179,6 +228,25 @@ mod tests {
         assert_eq!(gate.crowd().running, 0);
     }
 
+    #[tokio::test]
+    async fn a_profile_has_no_more_places_than_its_limit() {
+        let gate = Arc::new(gate(|_| ()));
+        let first = gate.place("a", 1).await;
+        let waits = tokio::spawn({
+            let gate = gate.clone();
+            async move { drop(gate.place("a", 1).await) }
+        });
+        drop(gate.place("b", 1).await);
+        drop(gate.place("a", 0).await);
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        assert!(!waits.is_finished());
+        drop(first);
+        waits.await.unwrap();
+        assert!(gate.of_profiles.lock().is_empty());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_pause_is_waited_for_unless_it_is_long() {
         let gate = gate(|_| ());
@@ -189,6 +257,8 @@ mod tests {
         gate.pause_for(Duration::from_secs(90));
         let fault = gate.enter().await.unwrap_err();
         assert_eq!(fault.retry_after, Some(Duration::from_secs(90)));
+        gate.pause_for(Duration::from_secs(1 << 40));
+        assert_eq!(gate.enter().await.unwrap_err().retry_after, Some(LONGEST_PAUSE));
     }
 
     #[tokio::test]
@@ -199,5 +269,23 @@ mod tests {
         gate.count(40);
         let fault = gate.enter().await.unwrap_err();
         assert!(fault.problem.contains("tokens_per_day") && fault.retry_after.is_some());
+    }
+
+    /// All requests of a full queue passed, which were there before the tokens were used.
+    #[tokio::test]
+    async fn a_request_that_has_waited_finds_the_tokens_of_the_day_used() {
+        let gate = Arc::new(gate(|config| (config.concurrency, config.tokens_per_day) = (1, 100)));
+        let first = gate.enter().await.unwrap();
+        let waits = tokio::spawn({
+            let gate = gate.clone();
+            async move { gate.enter().await.map(drop) }
+        });
+        while gate.crowd().waiting == 0 {
+            tokio::task::yield_now().await;
+        }
+        gate.count(100);
+        drop(first);
+        assert!(waits.await.unwrap().unwrap_err().problem.contains("tokens_per_day"));
+        assert_eq!(gate.crowd().running, 0);
     }
 }

@@ -61,7 +61,7 @@ fn read(json: &Value) -> Option<Asked> {
         let Some(id) = one["id"].as_str().or_else(|| one["name"].as_str()) else { continue };
         // Vendors put a folder before some names, which requests may leave out.
         let id = id.strip_prefix("models/").unwrap_or(id);
-        if id.is_empty() || id.len() > NAME_BYTES || id.contains(['@', ' ']) {
+        if id.is_empty() || id.len() > NAME_BYTES || id.contains(is_no_name) {
             continue;
         }
         let kind = one["owned_by"].as_str().and_then(kind_of);
@@ -78,6 +78,11 @@ fn read(json: &Value) -> Option<Asked> {
         asked.models.insert(id.into(), Model { context, reasoning: reasoning(one) });
     }
     Some(asked)
+}
+
+/// Whether a character cannot be in the name of a model here.
+fn is_no_name(c: char) -> bool {
+    c == '@' || c.is_whitespace() || c.is_control()
 }
 
 /// The server whose models have this owner.
@@ -130,7 +135,7 @@ mod tests {
     fn odd_lists_are_read_as_far_as_they_go() {
         assert!(read(&json!([])).is_none());
         assert!(read(&json!({"data": 3})).is_none());
-        let odd = json!({"data": [{}, {"id": 4}, {"id": "a@b"}, {"id": "x".repeat(300)}, {"id": "models/g"}]});
+        let odd = json!({"data": [{}, {"id": 4}, {"id": "a@b"}, {"id": "a\nb"}, {"id": "x".repeat(300)}, {"id": "models/g"}]});
         assert_eq!(read(&odd).unwrap().models.keys().collect::<Vec<_>>(), ["g"]);
     }
 

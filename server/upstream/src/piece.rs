@@ -33,6 +33,13 @@ pub enum Piece {
     End(FinishReason),
 }
 
+impl Piece {
+    /// Returns true for counts, which say nothing of how far the reply is.
+    pub fn is_counts(&self) -> bool {
+        matches!(self, Self::Counts(_))
+    }
+}
+
 /// Tokens of one request to an upstream.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {

@@ -90,6 +90,11 @@ pub struct Prepared {
     pub fingerprint: String,
 }
 
+/// Tokens of the prompt of `request`, about: the upstream has the tokenizer.
+pub fn prompt_tokens(request: &Request) -> u32 {
+    u32::try_from(request.text_bytes() / TOKEN_BYTES).unwrap_or(u32::MAX / 8)
+}
+
 /// Asks the policies of a request for their edits and their plan. Blocks.
 ///
 /// # Errors
@@ -105,7 +110,7 @@ pub fn prepare(
     let params = session.params.clone();
     let mut notes = Vec::new();
     let edited = edit_system_text(&mut request, &params, &mut session)?;
-    let prompt_tokens = u32::try_from(request.text_bytes() / TOKEN_BYTES).unwrap_or(u32::MAX / 8);
+    let prompt_tokens = prompt_tokens(&request);
     let limit = profile.limits.prompt_tokens;
     if limit > 0 && prompt_tokens as usize > limit {
         let (tokens, profile) = (prompt_tokens as usize, request.profile.clone());
@@ -206,6 +211,7 @@ fn plan_form(
         (request.tool_choice.is_required, "the client demands a tool call"),
         (request.ignores_end, "the client set ignore_eos"),
         (request.min_tokens > 0, "the client set min_tokens"),
+        (request.has_begun_answer(), "the client continues an answer"),
     ];
     if let Some((_, why)) = obstacles.iter().find(|(is_there, _)| *is_there) {
         return Err((*why).into());

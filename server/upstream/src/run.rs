@@ -23,11 +23,11 @@ use crate::fault::{Fault, FaultKind};
 use crate::hooks::Hooks;
 use crate::openai;
 use crate::piece::Piece;
-use crate::prepare::{Prepared, prepare};
+use crate::prepare::{Prepared, prepare, prompt_tokens};
 use crate::reply::Reply;
-use crate::segment::Pieces;
+use crate::segment::{Pieces, parts};
 use crate::steer::{Next, Steer};
-use crate::stream::{Reader, Stream};
+use crate::stream::{Patience, Reader, Stream};
 use crate::tally::Tally;
 use crate::upstream::{Shared, UpstreamModel};
 use crate::usage::Use;
@@ -87,6 +87,7 @@ pub async fn run_with(
         biased;
         () = events.closed() => {
             span.log(|| tracing::debug!(id, "request cancelled"));
+            run.count();
             return drop(run.finish("cancelled").await);
         }
         () = &mut late => {
@@ -95,6 +96,7 @@ pub async fn run_with(
         }
         ended = run.drive() => ended,
     };
+    run.count();
     match ended {
         Ok(reason) => run.finished(reason).await,
         Err(error) => {
@@ -140,6 +142,9 @@ struct Run {
     /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers
     /// take it for reasoning, because they see no end of that in the new text.
     is_after_reasoning: bool,
+    /// Notes on what the request to the upstream lacks, until the reply begins: a fallback may answer before, which looks
+    /// at the first event.
+    early_notes: Vec<String>,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
     generated_ids: u32,
@@ -175,6 +180,7 @@ impl Run {
             has_started: false,
             tally: Tally::default(),
             is_after_reasoning: false,
+            early_notes: Vec::new(),
             blocks: Vec::new(),
             wanted_back: Vec::new(),
             generated_ids: 0,
@@ -192,6 +198,8 @@ impl Run {
     /// Runs the request to the end of its reply.
     async fn drive(&mut self) -> Result<FinishReason, Error> {
         let upstream = self.model.upstream().clone();
+        let (profile, limit) = (self.request.profile.clone(), self.request.running_limit);
+        let _place = upstream.shared().gate.place(&profile, limit).await;
         let permit = upstream.shared().gate.enter().await;
         let _permit = permit.map_err(|fault| self.error(fault))?;
         let mut continuation = None;
@@ -214,19 +222,23 @@ impl Run {
 
     /// One request to the upstream.
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
-        self.tally.begin_part(self.reply.tokens());
         self.is_after_reasoning = match continuation {
             Some(continuation) => !continuation.is_open,
             None => self.request.continues == Some(Continued::Answer),
         };
         let mut stream = self.open(continuation).await?;
-        let within = self.model.upstream().config().piece_timeout();
+        let upstream = self.model.upstream().clone();
         let mut end = None;
+        // Only counts may follow the end, and some servers keep the connection open.
+        let mut counts_until = None;
+        // Counts alone are no piece of the reply.
+        let mut newest_piece = Instant::now();
         let ended = loop {
-            let upstream = self.model.upstream().clone();
-            // Only counts may follow the end, and some servers keep the connection open.
-            let within = if end.is_some() { within.min(COUNTS) } else { within };
-            let pieces = match stream.next(&upstream.shared().client, within).await {
+            let patience = match counts_until {
+                None => Patience::after(newest_piece, upstream.config()),
+                Some(until) => Patience::until(until),
+            };
+            let pieces = match stream.next(&upstream.shared().client, patience).await {
                 Ok(Some(pieces)) => pieces,
                 Ok(None) => break Ok(Next::Read),
                 Err(_) if end.is_some() => break Ok(Next::Read),
@@ -239,9 +251,11 @@ impl Run {
                 }
             };
             let mut next = Next::Read;
+            let are_counts = pieces.iter().all(Piece::is_counts);
             for piece in pieces {
                 if let Piece::End(reason) = piece {
                     end = Some(reason);
+                    counts_until = counts_until.or(Some(Instant::now() + COUNTS));
                     continue;
                 }
                 next = self.take(piece, end.is_some()).await?;
@@ -251,6 +265,9 @@ impl Run {
             }
             if next != Next::Read {
                 break Ok(next);
+            }
+            if !are_counts {
+                newest_piece = Instant::now();
             }
         };
         drop(stream);
@@ -282,16 +299,13 @@ impl Run {
         match piece {
             Piece::Counts(counts) => self.tally.add(counts),
             _ if has_ended => {}
-            Piece::Reasoning(text) => {
-                return steer.write(Phase::Reasoning, &text, request, reply).await;
-            }
+            Piece::Reasoning(text) => return self.write(Phase::Reasoning, &text).await,
             Piece::Answer(text) => {
                 match self.end_call(false).await? {
                     Next::Read => {}
                     next => return Ok(next),
                 }
-                let Self { steer, reply, request, .. } = self;
-                return steer.write(Phase::Answer, &text, request, reply).await;
+                return self.write(Phase::Answer, &text).await;
             }
             Piece::CallStart { id, name, extra } => {
                 match self.end_call(false).await? {
@@ -321,6 +335,17 @@ impl Run {
             Piece::Block(block) => self.blocks.push(block),
             Piece::Note(note) => reply.note(note),
             Piece::End(_) => {}
+        }
+        Ok(Next::Read)
+    }
+
+    /// Writes text of the upstream.
+    async fn write(&mut self, phase: Phase, text: &str) -> Result<Next, Error> {
+        for part in parts(text) {
+            match self.steer.write(phase, part, &self.request, &mut self.reply).await? {
+                Next::Read => {}
+                next => return Ok(next),
+            }
         }
         Ok(Next::Read)
     }
@@ -357,7 +382,8 @@ impl Run {
             span.log(|| {
                 tracing::warn!(upstream, problem, "upstream failed; repeating the request")
             });
-            if fault.retry_after.is_none() {
+            // The gate keeps the pause that the upstream asks for, and an open breaker refuses at once.
+            if fault.retry_after.is_none_or(|time| time < FIRST_PAUSE) {
                 sleep(pause).await;
                 pause *= 2;
             }
@@ -385,12 +411,15 @@ impl Run {
         })?;
         shared.usage.asked(&self.who);
         self.reply.show_sent();
+        let written = self.written();
+        self.tally.begin_part(written);
         let began = self.begin(body, continuation).await;
         match &began {
             Ok(_) => pass.ended(true),
             Err(fault) => {
+                self.tally.drop_part();
                 shared.usage.failed(&self.who);
-                if let Some(time) = fault.retry_after.filter(|_| fault.asks_for_pause()) {
+                if let Some(time) = fault.retry_after.filter(|_| fault.is_passing()) {
                     shared.gate.pause_for(time);
                 }
                 if fault.is_of_upstream() {
@@ -414,6 +443,8 @@ impl Run {
                 max_tokens: self.steer.limits.reply,
                 max_answer_tokens: self.steer.limits.answer,
             });
+            let notes = std::mem::take(&mut self.early_notes);
+            notes.into_iter().for_each(|note| self.reply.note(note));
         }
         tracing::debug!(
             upstream = upstream.name(),
@@ -471,17 +502,27 @@ impl Run {
         };
         // Those of a continued reply are known.
         if continuation.is_none() {
-            notes.into_iter().for_each(|note| self.reply.note(note));
+            self.early_notes = notes;
         }
         body
     }
 
-    /// Counts the tokens of a request to the upstream.
+    /// Pieces that the upstream has written, also those that policies have taken back.
+    fn written(&self) -> u32 {
+        let Steer { rewound, injected, .. } = self.steer;
+        let pieces = (self.reply.tokens() as usize + rewound).saturating_sub(injected);
+        u32::try_from(pieces).unwrap_or(u32::MAX)
+    }
+
+    /// Counts the tokens of the request to the upstream that has ended, however it has. A prompt that the upstream has not
+    /// counted takes of the tokens of the day what its text is worth: most servers count at the end of a reply only.
     fn count(&mut self) {
-        let (counts, pieces) = self.tally.end_part(self.reply.tokens());
+        let written = self.written();
+        let Some((counts, pieces)) = self.tally.end_part(written) else { return };
         let shared = self.shared();
         shared.usage.count(&self.who, counts, pieces);
-        let (prompt, reply) = (counts.prompt.unwrap_or(0), counts.reply.unwrap_or(pieces));
+        let prompt = counts.prompt.unwrap_or_else(|| prompt_tokens(&self.request));
+        let reply = counts.reply.unwrap_or(pieces);
         shared.gate.count(u64::from(prompt) + u64::from(reply));
     }
 

@@ -22,6 +22,9 @@ const DIGITS: usize = 3;
 /// Most characters of a run of one sign, or of spaces.
 const RUN: usize = 16;
 
+/// Most bytes of a part of a text.
+const PART_BYTES: usize = 32 << 10;
+
 /// Most bytes of pieces that one request remembers, so that policies can have their texts.
 const KNOWN_BYTES: usize = 8 << 20;
 
@@ -100,6 +103,15 @@ pub fn number(piece: &str) -> u32 {
     piece
         .bytes()
         .fold(0x811c_9dc5, |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+/// `text` in parts that policies can take at once: a reply that is not streamed comes as one text.
+pub fn parts(mut text: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        let (part, rest) = text.split_at(text.floor_char_boundary(PART_BYTES));
+        text = rest;
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 /// Counts the pieces of a text.

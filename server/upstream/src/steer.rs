@@ -69,8 +69,9 @@ pub struct Steer {
     /// What the pieces of one part of the stream have completed.
     loop_found: Option<LoopReport>,
     token_found: bool,
-    injected: usize,
-    rewound: usize,
+    /// Pieces that policies have injected, and taken back.
+    pub injected: usize,
+    pub rewound: usize,
     repairs: u32,
     /// Loops that were found.
     pub loops: u32,
@@ -181,9 +182,9 @@ impl Steer {
             count(reply);
         });
         self.open_bytes = self.open_bytes + text.len() - complete;
+        self.unseen_text.push_str(text);
         let surplus = self.unseen_text.len().saturating_sub(STEP_BYTES);
         self.unseen_text.drain(..self.unseen_text.ceil_char_boundary(surplus));
-        self.unseen_text.push_str(text);
     }
 
     /// The open piece is complete: another phase begins, the stream has ended, or it was cut.
@@ -276,6 +277,8 @@ impl Steer {
         let newline = self.on_newline && newline;
         let budget_reached = phase == Phase::Reasoning
             && reply.counts.0 >= self.limits.reasoning
+            // Of the whole reply, the upstream's own count holds (`end_at_limit`).
+            && self.limits.reasoning < self.limits.reply
             && !self.is_over_budget;
         let due = self.every > 0 && self.unseen.len() >= self.every as usize;
         let why = match loop_found {
@@ -576,8 +579,9 @@ impl Steer {
         (!can).then(|| "the upstream cannot continue a message here".into())
     }
 
-    /// Counts the arguments of a call.
+    /// Counts the arguments of a call, which may come between pieces of reasoning, or without a call.
     pub fn count_arguments(&mut self, text: &str, reply: &mut Reply) {
+        self.enter(Phase::ToolCall, reply);
         self.segmenter.push(text, |_| count(reply));
     }
 

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use http::header::CONTENT_TYPE;
 use steersman_request::UpstreamFault;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::client::{Client, late};
+use crate::config::UpstreamConfig;
 use crate::fault::Fault;
-use crate::piece::Piece;
+use crate::piece::{Counts, Piece};
 use crate::sse::Events;
 use crate::{anthropic, openai};
 
@@ -62,6 +63,38 @@ impl Reader {
     }
 }
 
+/// How long the next pieces are waited for.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// Time until the next event of any kind.
+    event: Duration,
+    /// Time until the next piece, whatever other events come: an upstream that sends pings only is not waited for without
+    /// end.
+    piece: Duration,
+    /// The end of that time.
+    end: Instant,
+}
+
+impl Patience {
+    /// The time limits of `config` for the piece after `newest`: while other events come, such as pings during reasoning
+    /// that is not sent, it may take as long as the first one.
+    pub fn after(newest: Instant, config: &UpstreamConfig) -> Self {
+        let event = config.piece_timeout();
+        let piece = event.max(config.first_piece_timeout());
+        Self { event, piece, end: newest + piece }
+    }
+
+    /// The time from now on `within` which the next piece comes.
+    fn within(piece: Duration) -> Self {
+        Self { event: piece, piece, end: Instant::now() + piece }
+    }
+
+    /// The time until `end`.
+    pub fn until(end: Instant) -> Self {
+        Self::within(end.saturating_duration_since(Instant::now()))
+    }
+}
+
 impl Stream {
     /// Sends `body` to the route `path`, and reads up to the first piece, which must come `within` this time.
     ///
@@ -93,49 +126,66 @@ impl Stream {
             return Ok(stream);
         }
         stream.events = Some(Events::new(response));
-        // Counts alone may come long before the reply.
-        while stream.first.iter().all(|piece| matches!(piece, Piece::Counts(_))) {
-            let before = std::mem::take(&mut stream.first);
-            let left = within.saturating_sub(began.elapsed());
-            let next = stream.next(client, left).await?;
-            let Some(next) = next else {
-                stream.first = before;
-                return Ok(stream);
-            };
-            stream.first = before.into_iter().chain(next).collect();
-        }
+        let first = timeout(left, stream.first_pieces(client, within)).await;
+        stream.first = first.map_err(|_| late("no piece came", within))??;
         Ok(stream)
     }
 
-    /// The next pieces; `None` at the end. Waits at most `within` this time.
+    /// The first pieces that are no counts, after all counts as one: these alone may come long before the reply.
+    async fn first_pieces(
+        &mut self,
+        client: &Client,
+        within: Duration,
+    ) -> Result<Vec<Piece>, Fault> {
+        let mut counts: Option<Counts> = None;
+        let pieces = loop {
+            let Some(pieces) = self.next(client, Patience::within(within)).await? else {
+                break Vec::new();
+            };
+            if !pieces.iter().all(Piece::is_counts) {
+                break pieces;
+            }
+            for piece in pieces {
+                if let Piece::Counts(newer) = piece {
+                    counts = Some(counts.unwrap_or_default().with(newer));
+                }
+            }
+        };
+        Ok(counts.map(Piece::Counts).into_iter().chain(pieces).collect())
+    }
+
+    /// The next pieces; `None` at the end.
     ///
     /// # Errors
     /// If the connection breaks, is too slow, or brings what is no reply.
     pub async fn next(
         &mut self,
         client: &Client,
-        within: Duration,
+        patience: Patience,
     ) -> Result<Option<Vec<Piece>>, Fault> {
         if !self.first.is_empty() {
             return Ok(Some(std::mem::take(&mut self.first)));
         }
-        let Some(events) = &mut self.events else { return Ok(None) };
-        loop {
-            let data = events.next(client, within).await?;
-            let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
-                return match self.reader.has_ended() {
-                    true => Ok(None),
-                    false => Err(Fault::new(
-                        UpstreamFault::Unavailable,
-                        "ended its stream before the reply had ended",
-                    )),
+        let Self { events: Some(events), reader, .. } = self else { return Ok(None) };
+        let pieces = async {
+            loop {
+                let data = events.next(client, patience.event).await?;
+                let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
+                    return match reader.has_ended() {
+                        true => Ok(None),
+                        false => Err(Fault::new(
+                            UpstreamFault::Unavailable,
+                            "ended its stream before the reply had ended",
+                        )),
+                    };
                 };
-            };
-            let mut pieces = Vec::new();
-            self.reader.read(&data, &mut pieces)?;
-            if !pieces.is_empty() {
-                return Ok(Some(pieces));
+                let mut pieces = Vec::new();
+                reader.read(&data, &mut pieces)?;
+                if !pieces.is_empty() {
+                    return Ok(Some(pieces));
+                }
             }
-        }
+        };
+        timeout_at(patience.end, pieces).await.map_err(|_| late("no piece came", patience.piece))?
     }
 }

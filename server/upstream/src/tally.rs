@@ -13,18 +13,25 @@ pub struct Tally {
     told: Counts,
     /// Tokens of the parts that have ended.
     ended: u32,
-    /// Pieces of the reply before the part that is being written.
+    /// Pieces of the upstream before the part that is being written.
     before: u32,
-    /// Tokens of the part that is being written, as the upstream has counted them.
+    /// Tokens of the part that is being written, or was last, as the upstream has counted them.
     part: Counts,
+    /// Whether a part is being written.
+    is_open: bool,
     /// Whether the reply was cut.
     has_cuts: bool,
 }
 
 impl Tally {
-    /// Begins a part after so many pieces of the reply.
+    /// Begins a part after so many pieces of the upstream.
     pub fn begin_part(&mut self, pieces: u32) {
-        (self.part, self.before) = (Counts::default(), pieces);
+        (self.part, self.before, self.is_open) = (Counts::default(), pieces, true);
+    }
+
+    /// Forgets a part that the upstream has not begun.
+    pub fn drop_part(&mut self) {
+        self.is_open = false;
     }
 
     /// Adds what the upstream has counted.
@@ -35,11 +42,15 @@ impl Tally {
         }
     }
 
-    /// Ends the part after so many pieces of the reply. Returns its counts, and its number of pieces.
-    pub fn end_part(&mut self, pieces: u32) -> (Counts, u32) {
+    /// Ends the part after so many pieces of the upstream. Returns its counts, and its number of pieces; `None` if it has
+    /// ended already.
+    pub fn end_part(&mut self, pieces: u32) -> Option<(Counts, u32)> {
+        if !std::mem::take(&mut self.is_open) {
+            return None;
+        }
         let pieces = pieces.saturating_sub(self.before);
         self.ended = self.ended.saturating_add(self.part.reply.unwrap_or(pieces));
-        (self.part, pieces)
+        Some((self.part, pieces))
     }
 
     /// Notes that policies cut the reply.
@@ -102,7 +113,9 @@ mod tests {
         tally.add(Counts { prompt: Some(10), ..Counts::default() });
         assert!(!tally.is_told());
         tally.add(Counts { reply: Some(30), ..Counts::default() });
-        assert_eq!(tally.end_part(20).1, 20);
+        assert_eq!(tally.end_part(20).unwrap().1, 20);
+        // It is counted once.
+        assert_eq!(tally.end_part(20), None);
         // Half of the pieces are reasoning.
         assert_eq!(tokens(&tally, (10, 10)), [10, 15, 15]);
         tally.add(Counts { reasoning: Some(12), ..Counts::default() });
@@ -115,12 +128,12 @@ mod tests {
         tally.begin_part(0);
         tally.add(Counts { prompt: Some(10), ..Counts::default() });
         // Cut before the upstream had counted: as many tokens as pieces.
-        let (counts, pieces) = tally.end_part(8);
+        let (counts, pieces) = tally.end_part(8).unwrap();
         assert_eq!((counts.prompt, counts.reply, pieces), (Some(10), None, 8));
         tally.cut();
         tally.begin_part(8);
         tally.add(Counts { prompt: Some(18), reply: Some(12), ..Counts::default() });
-        tally.end_part(16);
+        tally.end_part(16).unwrap();
         assert_eq!(tokens(&tally, (0, 16)), [10, 0, 20]);
         // Policies wrote more than the upstream.
         assert_eq!(tokens(&tally, (0, 40)), [10, 0, 40]);

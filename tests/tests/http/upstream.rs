@@ -223,16 +223,37 @@ async fn what_an_upstream_lacks_is_refused_by_the_name_of_the_field() {
 async fn a_fallback_answers_for_an_upstream_that_fails() {
     let failing = Upstream::that_fails(StatusCode::INTERNAL_SERVER_ERROR, "out of memory");
     let app = app(failing, |server| {
-        server.upstreams.get_mut("work").unwrap().fallback = vec!["owner/tiny".into()];
+        let upstream = server.upstreams.get_mut("work").unwrap();
+        upstream.fallback = vec!["owner/tiny".into()];
+        upstream.capabilities.earlier_reasoning = Some(false);
     });
     let app = app.await;
-    for stream in [false, true] {
+    let question = asks()["messages"].clone();
+    // Of its reasoning there is a note, which came before the failure.
+    let thought = json!({"role": "assistant", "content": "Hm.", "reasoning_content": "Italy?"});
+    let later = json!([question[0], thought, question[0]]);
+    for (stream, messages) in
+        [(false, &question), (true, &question), (false, &later), (true, &later)]
+    {
         let mut body = asks();
+        body["messages"] = messages.clone();
         body["stream"] = stream.into();
         let text = bytes(send(&app, post(body.to_string())).await).await;
         let text = String::from_utf8(text.to_vec()).unwrap();
         assert!(text.contains("Rome") && text.contains("routed to `owner/tiny`"), "{text}");
     }
+}
+
+/// The client was told that a policy had routed its request to a model of which it knows nothing.
+#[tokio::test]
+async fn the_failure_of_an_upstream_stays_that_whatever_its_fallback_says() {
+    let failing = Upstream::that_fails(StatusCode::INTERNAL_SERVER_ERROR, "out of memory");
+    let app = app(failing, |server| {
+        server.upstreams.get_mut("work").unwrap().fallback = vec!["no/such".into()];
+    });
+    let (status, reply) = chat(&app.await, asks()).await;
+    assert_eq!((status.as_u16(), &reply["error"]["code"]), (502, &json!("upstream_failed")));
+    assert!(reply["error"]["message"].as_str().unwrap().contains("out of memory"), "{reply}");
 }
 
 #[tokio::test]

@@ -181,7 +181,7 @@ const HOUSES: [House; 6] = [
             ("segment", ""),
             ("sse", "client fault"),
             ("steer", "capability config hooks prepare reply segment"),
-            ("stream", "anthropic client fault openai piece sse"),
+            ("stream", "anthropic client config fault openai piece sse"),
             ("submit", "anthropic capability config openai run upstream"),
             ("tally", "piece"),
             ("upstream", "breaker capability client config gate memory models usage"),

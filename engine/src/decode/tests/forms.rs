@@ -8,7 +8,9 @@ use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
 use crate::measure::verify::DecodePath;
 use crate::policy::{Action, AnswerForm, Plan, SamplingPatch, TokenBias, Vocabulary};
-use crate::request::{FinishReason, Form, Penalties, Request, ResponseFormat, ToolChoice};
+use crate::request::{
+    Continued, FinishReason, Form, Message, Penalties, Request, ResponseFormat, ToolChoice,
+};
 
 const PATHS: [DecodePath; 4] = [
     DecodePath::Plain,
@@ -208,12 +210,18 @@ fn a_planned_form_gives_way_to_what_the_client_demands() {
     let mut decoder = family("llama", Config::default(), true);
     let request = ask("Which?", false, 8);
     let choice = || planning(AnswerForm::Choice(vec!["yes".into()]));
+    let mut continues = Request { continues: Some(Continued::Answer), ..request.clone() };
+    continues.messages.push(Message {
+        role: "assistant".into(),
+        content: "It is".into(),
+        ..Message::default()
+    });
     for (request, expected) in [
-        (Request { min_tokens: 3, ..request.clone() }, "min_tokens"),
-        (Request { ignores_end: true, ..request.clone() }, "ignore_eos"),
+        (Request { min_tokens: 3, ..request.clone() }, "set min_tokens"),
+        (Request { ignores_end: true, ..request.clone() }, "set ignore_eos"),
+        (continues, "continues an answer"),
     ] {
-        let expected =
-            format!("left out the form that a policy planned: the client set {expected}");
+        let expected = format!("left out the form that a policy planned: the client {expected}");
         let free = run_plain(&mut decoder, &request, idle());
         let ran = run_plain(&mut decoder, &request, choice());
         assert_eq!(ran.tokens, free.tokens);

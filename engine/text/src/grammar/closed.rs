@@ -6,9 +6,10 @@
 //!
 //! # Which objects stay open
 //! An object stays open if it may need a property that it does not list: beside `allOf`, `anyOf`, `$ref` and the like,
-//! or as a part of one with others that hold for the same object; with a `required` property that is not listed; with keywords that
-//! are about further properties. Options of `oneOf` are closed if their schemas exclude each other as they were
-//! written: a reply that fits the closed one of two options may fit the other, which is open in the client's schema.
+//! or as a part of one with others that hold for the same object; within a property that another schema describes too;
+//! with a `required` property that is not listed; with keywords that are about further properties. Options of `oneOf` are
+//! closed if their schemas exclude each other as they were written: a reply that fits the closed one of two options may
+//! fit the other, which is open in the client's schema.
 
 use std::collections::HashSet;
 use std::ptr;
@@ -75,7 +76,9 @@ fn alone(root: &Value) -> Option<HashSet<*const Value>> {
         if keywords.contains_key("$id") && !ptr::eq(schema, root) {
             return None;
         }
-        todo.extend(schemas(keywords, &PARTS).map(|part| (part, true)));
+        // What else holds for this value may hold for the same parts of it.
+        let are_alone = is_alone && !has_shared_parts(keywords);
+        todo.extend(schemas(keywords, &PARTS).map(|part| (part, are_alone)));
         let is_alone = is_alone && leaves_all_to_one(keywords, root);
         todo.extend(schemas(keywords, &IN_PLACE).map(|part| (part, is_alone)));
         for reference in REFERENCES.iter().filter_map(|key| keywords.get(*key)) {
@@ -85,6 +88,17 @@ fn alone(root: &Value) -> Option<HashSet<*const Value>> {
     // A definition may be referred to from both.
     alone.retain(|schema| !combined.contains(schema));
     Some(alone)
+}
+
+/// Whether two schemas may hold for one part of a value: that of a keyword, and one in place or of another keyword.
+fn has_shared_parts(keywords: &Map<String, Value>) -> bool {
+    let has = |key: &&str| keywords.contains_key(*key);
+    let has_in_place = IN_PLACE.iter().chain(&REFERENCES).any(has);
+    let patterns = keywords.get("patternProperties").and_then(Value::as_object);
+    let has_patterns = patterns.is_some_and(|patterns| {
+        patterns.len() > 1 || !patterns.is_empty() && keywords.contains_key("properties")
+    });
+    has_in_place || has_patterns || keywords.contains_key("contains")
 }
 
 /// The schemas of some keywords: one, a list, or one for each name.

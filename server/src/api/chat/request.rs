@@ -134,8 +134,7 @@ impl Body {
         };
         limit(&mut request, self.max_tokens, self.max_completion_tokens)?;
         structure::apply(structure, &mut request)?;
-        let has_answer = request.messages.last().is_some_and(|last| !last.content.is_empty());
-        if request.continues.is_some() && has_answer && request.response_format.is_some() {
+        if request.has_begun_answer() && request.response_format.is_some() {
             let message = "continue_final_message: an answer in a form cannot be continued; leave the form out";
             return Err(ApiError::unsupported("continue_final_message", message));
         }

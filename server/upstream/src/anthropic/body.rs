@@ -45,8 +45,11 @@ enum Block {
 }
 
 fn all_digits<S: Serializer>(arguments: &Arguments, serializer: S) -> Result<S::Ok, S::Error> {
-    let json = RawValue::from_string(arguments.to_json()).map_err(serde::ser::Error::custom)?;
-    json.serialize(serializer)
+    match RawValue::from_string(arguments.to_json()) {
+        Ok(json) => json.serialize(serializer),
+        // Values are JSON in any case.
+        Err(_) => arguments.serialize(serializer),
+    }
 }
 
 /// Refuses what the client asks for and no field of this API carries.
@@ -182,7 +185,9 @@ fn thinking(ask: &Ask<'_>, output: &mut Map<String, Value>, notes: &mut Vec<Stri
         ReasoningField::Budget => {
             let of_effort = || request.effort.and_then(Effort::budget);
             let half = ask.max_tokens / 2;
-            let budget = budget.or_else(of_effort).unwrap_or(half).max(LEAST_BUDGET);
+            let budget = budget.or_else(of_effort).unwrap_or(half);
+            // Whoever limits the reply limits its reasoning, too.
+            let budget = budget.min(ask.max_tokens.saturating_sub(1)).max(LEAST_BUDGET);
             json!({"type": "enabled", "budget_tokens": budget})
         }
         ReasoningField::Never | ReasoningField::Effort | ReasoningField::Template => {

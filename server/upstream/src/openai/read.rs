@@ -67,8 +67,11 @@ impl Reader {
         for logprob in choice["logprobs"]["content"].as_array().into_iter().flatten() {
             out.push(Piece::Logprob(logprob_of(logprob)));
         }
-        if let Some(content) = text(&delta["content"]) {
-            self.tags.push(&content, |is_reasoning, text| out.push(piece(is_reasoning, text)));
+        match &delta["content"] {
+            Value::String(content) => self.content(content, out),
+            // Mistral's reasoning comes in parts.
+            Value::Array(parts) => parts.iter().for_each(|part| self.part(part, out)),
+            _ => {}
         }
         if let Some(refusal) = text(&delta["refusal"]) {
             out.push(Piece::Answer(refusal));
@@ -80,10 +83,11 @@ impl Reader {
         for call in calls.into_iter().flatten() {
             self.call(call, out)?;
         }
-        if let Some(reason) = choice["finish_reason"].as_str() {
+        // Some have an empty reason until the end.
+        if let Some(reason) = text(&choice["finish_reason"]) {
             self.tags.end(|is_reasoning, text| out.push(piece(is_reasoning, text)));
             self.has_ended = true;
-            let reason = match reason {
+            let reason = match reason.as_str() {
                 "length" => FinishReason::Length,
                 "tool_calls" | "function_call" => FinishReason::ToolCalls,
                 "content_filter" => {
@@ -101,14 +105,32 @@ impl Reader {
         Ok(())
     }
 
+    fn content(&mut self, text: &str, out: &mut Vec<Piece>) {
+        self.tags.push(text, |is_reasoning, text| out.push(piece(is_reasoning, text)));
+    }
+
+    /// A part of the content.
+    fn part(&mut self, part: &Value, out: &mut Vec<Piece>) {
+        match part["type"].as_str() {
+            Some("text") => self.content(part["text"].as_str().unwrap_or_default(), out),
+            Some("thinking") => {
+                self.tags.separated();
+                let thoughts = part["thinking"].as_array().into_iter().flatten();
+                out.extend(thoughts.filter_map(|one| text(&one["text"])).map(Piece::Reasoning));
+            }
+            _ => {}
+        }
+    }
+
     fn call(&mut self, call: &Value, out: &mut Vec<Piece>) -> Result<(), Fault> {
         let (index, id) = (call["index"].as_u64(), text(&call["id"]));
         let name = text(&call["function"]["name"]);
         let newest = self.calls.last();
-        // Some repeat id and name in each piece, some have no numbers, and some give all calls one number.
-        let is_newest = newest.is_some_and(|(known, known_id)| match &id {
-            Some(id) => id == known_id,
-            None => name.is_none() && (index.is_none() || index == *known),
+        // Some repeat id and name in each piece, some have no numbers, some give all calls one number, and some give each
+        // piece an id of its own.
+        let is_newest = newest.is_some_and(|(known, known_id)| {
+            let is_unnamed = name.is_none() && (index.is_none() || index == *known);
+            id.as_ref().is_some_and(|id| id == known_id) || is_unnamed
         });
         if !is_newest {
             let Some(name) = name else {
@@ -225,6 +247,13 @@ mod tests {
             call(json!({"index": 0, "id": "b", "function": {"name": "g", "arguments": {}}})),
         ]);
         assert_eq!(repeated.unwrap(), expected);
+        // An id of its own in each piece.
+        let renamed = read(&[
+            call(json!({"index": 0, "id": "a", "function": {"name": "f", "arguments": "{\"x\":"}})),
+            call(json!({"index": 0, "id": "a2", "function": {"name": null, "arguments": "1}"}})),
+            call(json!({"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}})),
+        ]);
+        assert_eq!(renamed.unwrap(), expected);
         let lost = read(&[call(json!({"index": 3, "function": {"arguments": "1}"}}))]);
         assert!(lost.unwrap_err().problem.contains("a piece of a tool call"));
     }
@@ -249,6 +278,12 @@ mod tests {
         }
         let tagged = read(&[delta(json!({"content": "<think>r</think>a"}))]);
         assert_eq!(tagged.unwrap(), expected);
+        let thought = json!({"type": "thinking", "thinking": [{"type": "text", "text": "r"}]});
+        let parts = read(&[
+            delta(json!({"content": [thought]})),
+            delta(json!({"content": [{"type": "text", "text": "a"}]})),
+        ]);
+        assert_eq!(parts.unwrap(), expected);
     }
 
     #[test]
@@ -263,6 +298,18 @@ mod tests {
             Counts { prompt: Some(10), cached: Some(4), reply: Some(50), reasoning: Some(30) };
         assert_eq!(read(&[usage(50, 60)]).unwrap(), [Piece::Counts(expected)]);
         assert_eq!(read(&[usage(20, 60)]).unwrap(), [Piece::Counts(expected)]);
+    }
+
+    /// Everything after the first piece was dropped.
+    #[test]
+    fn an_empty_reason_is_no_end() {
+        let chunk = |text: &str, reason: &str| json!({"choices": [{"delta": {"content": text}, "finish_reason": reason}]});
+        let expected = [
+            Piece::Answer("a".into()),
+            Piece::Answer("b".into()),
+            Piece::End(FinishReason::Length),
+        ];
+        assert_eq!(read(&[chunk("a", ""), chunk("b", "length")]).unwrap(), expected);
     }
 
     #[test]

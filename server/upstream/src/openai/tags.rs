@@ -3,6 +3,13 @@
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
+/// Most bytes of white space before an opening tag. A model may write white space without end, which its client, the limit
+/// of the reply and the loop detector have to see.
+const SPACE: usize = 256;
+
+/// Most line breaks before a closing tag that are held back, and left out.
+const BREAKS: usize = 16;
+
 /// Tells reasoning and answer apart in a text that comes in parts.
 #[derive(Debug, Default)]
 pub struct Tags {
@@ -51,7 +58,7 @@ impl Tags {
                     let start = self.held.trim_start();
                     if let Some(rest) = start.strip_prefix(OPEN) {
                         (self.place, self.held) = (Place::Opening, rest.into());
-                    } else if OPEN.starts_with(start) {
+                    } else if OPEN.starts_with(start) && self.held.len() <= SPACE {
                         return;
                     } else {
                         self.place = Place::Answer;
@@ -110,11 +117,11 @@ impl Tags {
     }
 }
 
-/// Bytes at the end of reasoning that may begin a tag, with the line breaks before it.
+/// Bytes at the end of reasoning that may begin a tag, with the last line breaks before it.
 fn held_at_end(text: &str) -> usize {
     let tag = (1..CLOSE.len()).rev().find(|n| text.ends_with(&CLOSE[..*n])).unwrap_or(0);
     let before = &text[..text.len() - tag];
-    tag + before.len() - before.trim_end_matches('\n').len()
+    tag + (before.len() - before.trim_end_matches('\n').len()).min(BREAKS)
 }
 
 #[cfg(test)]
@@ -140,6 +147,18 @@ mod tests {
         let letters: Vec<String> = text.chars().map(String::from).collect();
         let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
         assert_eq!(split(Tags::default(), &letters), expected);
+    }
+
+    /// A model that wrote line breaks without end was neither seen nor ended, and they were read again with each new one.
+    #[test]
+    fn white_space_without_end_is_not_held() {
+        for (mut tags, space) in [(Tags::default(), " \n"), (Tags::in_reasoning(), "\n")] {
+            let mut passed = 0;
+            (0..1000).for_each(|_| tags.push(space, |_, text| passed += text.len()));
+            let all = 1000 * space.len();
+            assert!(passed >= all - SPACE && tags.held.len() <= SPACE, "{passed} of {all}");
+            assert_eq!(passed + tags.held.len(), all);
+        }
     }
 
     #[test]

@@ -203,6 +203,25 @@ async fn newer_models_are_told_an_effort() {
     assert_eq!(upstream.body(0)["output_config"], json!({"effort": "high"}));
 }
 
+/// A budget above the limit of the reply, which may be the profile's, raised that limit.
+#[tokio::test]
+async fn a_budget_is_within_the_limit_of_the_reply() {
+    for (limit, budget) in [(4000, 3999), (100, 1024)] {
+        let upstream = Scripted::start(vec![message(Vec::new(), "end_turn")]).await;
+        let request = Request {
+            reasoning: Some(true),
+            reasoning_budget: Some(100_000),
+            max_tokens: Some(limit),
+            ..ask("?")
+        };
+        all(begin(&claude(&upstream.url), request)).await;
+        let sent = upstream.body(0);
+        assert_eq!(sent["thinking"], json!({"type": "enabled", "budget_tokens": budget}));
+        // The API has no smaller budget.
+        assert_eq!(sent["max_tokens"], limit.max(budget + 1));
+    }
+}
+
 #[tokio::test]
 async fn what_messages_do_not_have_is_refused_by_name() {
     let model = claude("http://127.0.0.1:1");

@@ -68,15 +68,40 @@ async fn a_reply_that_breaks_off_fails_and_is_not_begun_again() {
     }
 }
 
+/// After a 500 with `Retry-After` all repetitions were sent at once.
 #[tokio::test]
 async fn the_pause_that_an_upstream_asks_for_is_kept() {
-    let busy = error(429, "slow down").with("retry-after-ms", "300");
-    let upstream = Scripted::start(vec![busy, says("hello")]).await;
-    let model = model(&upstream.url, |_| ());
-    let before = std::time::Instant::now();
-    let events = all(begin(&model, ask("?"))).await;
-    assert_eq!(texts(&events).1, "hello");
-    assert!(before.elapsed() >= Duration::from_millis(300));
+    for status in [429, 500, 503] {
+        let busy = error(status, "slow down").with("retry-after-ms", "700");
+        let upstream = Scripted::start(vec![busy, says("hello")]).await;
+        let model = model(&upstream.url, |_| ());
+        let before = std::time::Instant::now();
+        let events = all(begin(&model, ask("?"))).await;
+        assert_eq!(texts(&events).1, "hello");
+        assert!(before.elapsed() >= Duration::from_millis(700));
+    }
+}
+
+/// The first event was a note on what was left out of the request, and no fallback was asked.
+#[tokio::test]
+async fn a_request_that_fails_before_its_reply_has_no_event_but_its_failure() {
+    let thought = Message {
+        role: "assistant".into(),
+        content: "Rome.".into(),
+        reasoning_content: Some("Italy.".into()),
+        ..Message::default()
+    };
+    let mut request = ask("?");
+    request.messages.extend([thought, ask("Sure?").messages.remove(0)]);
+    let upstream = Scripted::start(vec![error(500, "oops"), says("Yes.")]).await;
+    let model = model(&upstream.url, |config| config.retries = 0);
+    let events = all(begin(&model, request.clone())).await;
+    assert!(matches!(&events[..], [Event::Failed(_)]), "{events:?}");
+    let events = all(begin(&model, request)).await;
+    assert!(matches!(events[0], Event::Started { .. }), "{events:?}");
+    let about = |note: &str| note.starts_with("left out the reasoning of earlier messages");
+    assert!(events.iter().any(|event| matches!(event, Event::Note { note, .. } if about(note))));
+    assert!(finished(&events).notes.iter().any(|note| about(note)));
 }
 
 #[tokio::test]
@@ -111,6 +136,26 @@ async fn an_upstream_that_does_not_answer_is_not_waited_for() {
     assert!(late(pieces).await.contains("no piece came within 1 s"));
 }
 
+/// Pings, empty chunks and counts held a request for as long as they came.
+#[tokio::test]
+async fn events_without_text_are_not_waited_for_without_end() {
+    let count = json!({"choices": [], "usage": {"prompt_tokens": 1}});
+    let pause = Wait(Duration::from_millis(100));
+    for quiet in [json!({"choices": []}), count] {
+        let quiet: Vec<_> = (0..600).flat_map(|_| [Say(quiet.clone()), pause.clone()]).collect();
+        let mut begun = vec![delta(json!({"content": "a"}))];
+        begun.extend(quiet.clone());
+        for acts in [quiet, begun] {
+            let upstream = Scripted::start(vec![streamed(acts)]).await;
+            let model = model(&upstream.url, |config| {
+                (config.first_piece_timeout_s, config.piece_timeout_s) = (2, 1);
+            });
+            let said = failure(&all(begin(&model, ask("?"))).await);
+            assert!(said.contains("no piece came within"), "{said}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn slow_pieces_within_their_time_are_waited_for() {
     let mut acts = Vec::new();
@@ -131,6 +176,47 @@ async fn a_client_that_leaves_ends_the_request_at_the_upstream() {
     while !matches!(events.recv().await, Some(Event::Answer(_))) {}
     drop(events);
     tokio::time::timeout(Duration::from_secs(60), upstream.closed()).await.unwrap();
+}
+
+/// The choices of one body took all requests that the upstream may run, whatever the limit of their profile.
+#[tokio::test]
+async fn requests_of_a_profile_wait_for_its_others() {
+    let acts = vec![delta(json!({"content": "a"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    let request = Request { running_limit: 1, ..ask("?") };
+    let mut first = begin(&model, request.clone());
+    while !matches!(first.recv().await, Some(Event::Answer(_))) {}
+    let mut second = begin(&model, request);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(upstream.count(), 1);
+    drop(first);
+    while !matches!(second.recv().await, Some(Event::Answer(_))) {}
+    assert_eq!(upstream.count(), 2);
+}
+
+/// Who left before the end of each reply used no tokens of the day.
+#[tokio::test]
+async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
+    let acts = vec![delta(json!({"content": "one two three four"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    let mut events = begin(&model, ask("What comes then?"));
+    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
+    drop(events);
+    let counted = async {
+        loop {
+            let report = model.upstream().report();
+            if report.tokens_today > 0 {
+                return report;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let report = tokio::time::timeout(Duration::from_secs(60), counted).await.unwrap();
+    // The last piece is not complete, and four bytes of the prompt are a token.
+    assert_eq!(report.used[0].1.estimated_tokens, 3);
+    assert_eq!(report.tokens_today, 3 + ask("What comes then?").text_bytes() as u64 / 4);
 }
 
 #[tokio::test]

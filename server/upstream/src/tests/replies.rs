@@ -1,6 +1,6 @@
 //! Replies of servers that speak as vLLM, Gemini's and Grok's endpoints do.
 
-use steersman_policy_host::{Summary, TextChange, TextVerdict};
+use steersman_policy_host::{Plan, Summary, TextChange, TextVerdict};
 
 use super::*;
 
@@ -143,6 +143,64 @@ async fn what_a_vendor_wants_back_with_a_call_comes_back() {
     assert_eq!(message["tool_calls"][0]["extra_content"], extra);
     assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{}");
     assert_eq!(message["content"], Value::Null);
+}
+
+/// A reply that is not streamed went to the policies as one text, which may be longer than they can take.
+#[tokio::test]
+async fn a_long_text_comes_to_policies_in_parts() {
+    let text = "wörd ".repeat(40_000) + "last";
+    let message = json!({"role": "assistant", "content": text});
+    let whole = whole(200, &json!({"choices": [{"message": message, "finish_reason": "stop"}]}));
+    let upstream = Scripted::start(vec![whole]).await;
+    let longest: Arc<Mutex<[usize; 2]>> = Arc::default();
+    let lengths = longest.clone();
+    let policy = move |call: &Call<'_>| {
+        let [of_text, of_step] = &mut *lengths.lock();
+        match call {
+            Call::Request(_) => {
+                let on_texts = vec!["last".into()];
+                return Some(Answer::Request(Plan { on_texts, ..Plan::default() }));
+            }
+            Call::Text(view) => *of_text = view.text.len().max(*of_text),
+            Call::Step(step) => *of_step = step.text.len().max(*of_step),
+            _ => {}
+        }
+        None
+    };
+    let request = Request { max_tokens: Some(100_000), ..ask("?") };
+    let session = session(policy, true, false);
+    let events = all(begin_with(&model(&upstream.url, |_| ()), request, session)).await;
+    assert_eq!(texts(&events).1, text);
+    let [of_text, of_step] = *longest.lock();
+    assert!((1..=32 << 10).contains(&of_text), "{of_text}");
+    assert!((1..=64 << 10).contains(&of_step), "{of_step}");
+}
+
+/// The letters of the arguments were counted as letters of the reasoning, until fewer than none were left.
+#[tokio::test]
+async fn reasoning_between_the_arguments_of_a_call_is_told_apart() {
+    let call = |call: Value| delta(json!({"tool_calls": [call]}));
+    let arguments = |text: &str| call(json!({"index": 0, "function": {"arguments": text}}));
+    let reasoning = |text: &str| delta(json!({"reasoning_content": text}));
+    let mut acts = vec![
+        reasoning("a b"),
+        call(
+            json!({"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{\"y\": \""}}),
+        ),
+        reasoning(" c d"),
+        arguments("abcdefghijklmno"),
+        reasoning("e"),
+        arguments("\"}"),
+    ];
+    acts.extend(end("tool_calls", 1, 1));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let events = all(begin(&model(&upstream.url, |_| ()), ask("?"))).await;
+    assert_eq!(texts(&events), ("a b c de".into(), String::new()));
+    let called = events.iter().find_map(|event| match event {
+        Event::ToolCall(call) => Some(call.function.arguments.to_json()),
+        _ => None,
+    });
+    assert_eq!(called.as_deref(), Some("{\"y\":\"abcdefghijklmno\"}"));
 }
 
 /// An upstream that never ends a call would fill the memory.

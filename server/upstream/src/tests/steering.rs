@@ -1,9 +1,10 @@
 //! Policies that change what was written.
 
 use steersman_policy_host::{
-    Action, LoopRule, Phase, Plan, SamplingPatch, Step, TextChange, TextVerdict, ToolCallView,
-    Verdict,
+    Action, AnswerForm, LoopRule, Phase, Plan, SamplingPatch, Step, TextChange, TextVerdict,
+    ToolCallView, Verdict,
 };
+use steersman_request::Continued;
 
 use super::*;
 use crate::{CapabilityConfig, Continues, Kind, WithoutContinuation};
@@ -125,6 +126,19 @@ async fn a_budget_is_passed_on_and_kept_here_too() {
     let events = all(begin(&vendor, request)).await;
     assert_eq!(reason(&events), FinishReason::Length);
     assert_eq!(upstream.body(0)["reasoning_effort"], Value::Null);
+}
+
+/// The upstream counts tokens, of which there are fewer than pieces in some scripts: the reply ended within its reasoning.
+#[tokio::test]
+async fn the_limit_of_a_reply_is_no_budget_of_its_reasoning() {
+    let mut acts =
+        vec![delta(json!({"reasoning_content": "思".repeat(60)})), delta(json!({"content": "好"}))];
+    acts.extend(end("stop", 1, 40));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let request = Request { max_tokens: Some(50), ..ask("?") };
+    let events = all(begin(&model(&upstream.url, |_| ()), request)).await;
+    assert_eq!(texts(&events).1, "好");
+    assert_eq!(reason(&events), FinishReason::Stop);
 }
 
 #[tokio::test]
@@ -263,6 +277,33 @@ async fn calls_get_their_verdict_before_the_client_has_them() {
     let events = all(begin_with(&model(&upstream.url, |_| ()), request(), repairs)).await;
     assert!(has_call(&events));
     assert!(finished(&events).notes[0].contains("without repair"));
+}
+
+/// The rest of an answer got a form of its own.
+#[tokio::test]
+async fn the_rest_of_an_answer_gets_no_form_of_a_policy() {
+    for (content, has_form) in [("It is", false), ("", true)] {
+        let upstream = Scripted::start(vec![says(" Rome.")]).await;
+        let policy = |call: &Call<'_>| match call {
+            Call::Request(_) => {
+                let form = Some(AnswerForm::JsonObject);
+                Some(Answer::Request(Plan { form, ..Plan::default() }))
+            }
+            _ => None,
+        };
+        let mut request = Request { continues: Some(Continued::Answer), ..ask("?") };
+        request.messages.push(Message {
+            role: "assistant".into(),
+            content: content.into(),
+            reasoning_content: Some("Italy.".into()),
+            ..Message::default()
+        });
+        let model = model(&upstream.url, kind(Kind::Vllm));
+        let events = all(begin_with(&model, request, session(policy, false, false))).await;
+        assert_eq!(upstream.body(0).get("response_format").is_some(), has_form);
+        let notes = finished(&events).notes.join(";");
+        assert_eq!(notes.contains("the client continues an answer"), !has_form, "{notes}");
+    }
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use axum::http::Method;
 use serde_json::{Value, json};
 use steersman_engine::request::Request;
 
-use super::{app_that, calls, config, folder, program, reads};
+use super::{app_that, calls, config, folder, program, reads, requests};
 use crate::*;
 
 async fn posted(app: &Router, path: &str, body: Value) -> Response {
@@ -140,4 +140,22 @@ async fn counted_tokens_include_offered_tools() {
     for (with, without) in with.into_iter().zip(without) {
         assert!(with > without + 100, "{with} {without}");
     }
+}
+
+/// The result of a tool was continued as if the model had begun it.
+#[tokio::test]
+async fn a_round_ends_the_message_that_the_client_wants_continued() {
+    let folder = folder();
+    let (app, seen) = app_that(&config(program(folder.path())), reads());
+    let mut body = body(json!({"continue_final_message": true}));
+    let begun = json!({"role": "assistant", "content": "Well. ", "reasoning_content": "First, "});
+    body["messages"].as_array_mut().unwrap().push(begun);
+    let (status, reply) = chat(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let [first, second] = &requests(&seen)[..] else { panic!("two rounds") };
+    assert!(first.continues.is_some() && second.continues.is_none());
+    let [_, turn, result] = &second.messages[..] else { panic!("{:?}", second.messages) };
+    assert_eq!(turn.content, "Well. Let me look.");
+    assert_eq!(turn.reasoning_content.as_deref(), Some("First, I look."));
+    assert_eq!((turn.tool_calls.len(), result.role.as_str()), (1, "tool"));
 }
