@@ -71,29 +71,35 @@ impl KeyFile {
         if last.0 == stamp {
             return None;
         }
-        let path = self.path.display();
-        let keys = match Keys::read(&self.path) {
-            Ok(keys) if stamp.is_some() => {
-                tracing::info!(%path, keys = keys.keys.len(), "keys read again");
-                keys
-            }
-            Ok(_) => {
-                tracing::error!(%path, "file of keys is gone; refusing its keys");
-                last.1.revoked()
-            }
-            Err(error) => {
-                let text = format!("{error:#}");
-                // A file that can be read and is wrong has no error of the system.
-                if error.downcast_ref::<std::io::Error>().is_some() {
-                    tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
-                } else {
-                    tracing::error!(error = text, "file of keys is damaged; refusing its keys");
-                }
-                last.1.revoked()
-            }
-        };
+        let keys = read_again(Keys::read(&self.path), &last.1, &self.path);
         *last = (stamp, keys.clone());
         Some(keys)
+    }
+}
+
+/// The keys of the file at `path` as it was `read`; `known`, all revoked, without it or with one that is wrong.
+fn read_again(read: Result<Keys>, known: &Keys, path: &Path) -> Keys {
+    let path = path.display();
+    match read {
+        // A file has keys. Without any it is gone, perhaps since its stamp was taken.
+        Ok(keys) if keys.keys.is_empty() => {
+            tracing::error!(%path, "file of keys is gone; refusing its keys");
+            known.revoked()
+        }
+        Ok(keys) => {
+            tracing::info!(%path, keys = keys.keys.len(), "keys read again");
+            keys
+        }
+        Err(error) => {
+            let text = format!("{error:#}");
+            // A file that can be read and is wrong has no error of the system.
+            if error.downcast_ref::<std::io::Error>().is_some() {
+                tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
+            } else {
+                tracing::error!(error = text, "file of keys is damaged; refusing its keys");
+            }
+            known.revoked()
+        }
     }
 }
 
@@ -108,5 +114,26 @@ impl Keys {
         let now = Timestamp::now();
         let revoke = |key: &Key| Key { revoked: key.revoked.or(Some(now)), ..key.clone() };
         Self { keys: self.keys.iter().map(revoke).collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+    use crate::keys::tests::key;
+
+    /// A file that went between the look at its stamp and its reading was one without keys: a server that they had
+    /// closed was open to everyone until it ended.
+    #[test]
+    fn a_file_that_goes_while_it_is_read_opens_nothing() {
+        let (known, path) = (Keys { keys: vec![key(None, false)] }, Path::new(FILE));
+        for read in [Ok(Keys::default()), Err(anyhow!("the list of keys is empty"))] {
+            let keys = read_again(read, &known, path);
+            assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_some(), "{keys:?}");
+        }
+        let keys = read_again(Ok(known.clone()), &Keys::default(), path);
+        assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_none(), "{keys:?}");
     }
 }
