@@ -15,6 +15,7 @@ use super::blocking::{blocking, internal};
 use super::downloads::Served;
 use super::error::ApiError;
 use super::ollama::named;
+use super::pull::busy;
 use crate::models::NamedBy;
 
 /// `DELETE /api/delete`
@@ -30,11 +31,7 @@ pub async fn delete_as_ollama(
     let name =
         name.ok_or_else(|| ApiError::missing("model", "model: must be the name of a model"))?;
     // While it is removed, nobody downloads it.
-    let Some(turn) = app.pulls.begin(&name) else {
-        let message =
-            "a download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)";
-        return Err(ApiError::conflict("pull_in_progress", message));
-    };
+    let turn = app.pulls.begin_removal().map_err(busy)?;
     blocking(move || {
         let removed = remove(&app, &name);
         drop(turn);
