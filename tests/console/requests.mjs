@@ -112,6 +112,18 @@ export default {
     await context.close();
   },
 
+  async "samples that two views ask for at once are drawn once"({ browser, url }) {
+    const { page, context } = await open(browser, url);
+    const times = await page.evaluate(async () => {
+      const { samples } = await import("/console/charts.js");
+      const get = async () => ({ samples: [{ at: 1 }, { at: 2 }] });
+      await Promise.all([samples.newest(get), samples.newest(get)]);
+      return samples.list.map(({ at }) => at);
+    });
+    assert.deepEqual(times, [1, 2]);
+    await context.close();
+  },
+
   async "requests are searched by id, profile and notes"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     const { id } = await ask(url, "What is the capital of Peru?", { model: "tiny-hybrid-4bit@agents" });
