@@ -26,25 +26,42 @@ export class ApiError extends Error {
   }
 }
 
-/** The answer to a request. Throws an `ApiError` for one that is an error. */
+/** Codes of a server that is not there yet, or not any more, and words for that. */
+const AWAY = { server_loading: "Loading", loading: "Loading", server_stopping: "Stopping", draining: "Stopping" };
+/** Codes of an operator's routes, for everyone else. */
+const REFUSED = ["invalid_admin_key", "admin_keys_not_set"];
+
+const tell = (event, detail) => window.dispatchEvent(new CustomEvent(event, { detail }));
+
+/**
+ * The answer to a request. Throws an `ApiError` for one that is an error. The frame is told what concerns all views:
+ * `contact`, with words if the server does not answer; `needs-key`, with what is wrong; `refused`, for an operator's rights.
+ */
 export async function send(path, { method = "GET", body, type, signal, headers = {} } = {}) {
   const all = { ...headers };
-  if (key.get()) all.authorization = `Bearer ${key.get()}`;
+  const own = key.get();
+  if (own) all.authorization = `Bearer ${own}`;
   if (type) all["content-type"] = type;
   let response;
   try {
     response = await fetch(path, { method, body, signal, headers: all, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    tell("contact", "No answer");
     throw new ApiError(0, "unreachable", "The server does not answer.");
   }
-  if (response.ok) return response;
+  if (response.ok) {
+    tell("contact", null);
+    return response;
+  }
   const answer = await response.json().catch(() => ({}));
   const { code, message } = answer.error ?? {};
   const error = new ApiError(response.status, code ?? answer.status ?? "", message ?? `Status ${response.status}`);
-  if (response.status === 401 && code !== "invalid_admin_key") {
-    window.dispatchEvent(new CustomEvent("needs-key", { detail: code === "key_expired" ? message : null }));
-  }
+  tell("contact", AWAY[error.code] ?? null);
+  if (REFUSED.includes(code)) tell("refused");
+  // A link that was used takes nobody's key away, and the answer to a key that was changed meanwhile says nothing of the
+  // new one.
+  else if (response.status === 401 && code !== "invalid_link" && own === key.get()) tell("needs-key", code === "key_expired" ? message : null);
   throw error;
 }
 

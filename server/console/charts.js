@@ -75,7 +75,9 @@ export const samples = {
     if (this.list.length && now - this.read < READ_S) return this.list;
     const { samples: newer } = await get(`/v1/history?after=${this.list.at(-1)?.at ?? 0}`);
     this.read = now;
-    const all = [...this.list, ...newer];
+    // Another turn may have read the same meanwhile.
+    const last = this.list.at(-1)?.at ?? 0;
+    const all = [...this.list, ...newer.filter(({ at }) => at > last)];
     this.list = all.filter(({ at }) => at > all.at(-1).at - SHOWN_S);
     return this.list;
   },

@@ -8,6 +8,8 @@ import { tab } from "./storage.js";
 /** Lines that are shown; the server keeps as many. */
 const LINES = 2000;
 const LEVELS = ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"];
+/** Pixels within which the list is at its end. */
+const NEAR_END = 8;
 /** Pages that are read in one turn. */
 const PAGES = 8;
 
@@ -79,9 +81,9 @@ export function log(element, state) {
     draw();
   });
   follow.addEventListener("change", () => follow.checked && draw([]));
-  // Who scrolls back reads, and is not carried away.
-  list.addEventListener("wheel", ({ deltaY }) => {
-    if (deltaY < 0) follow.checked = false;
+  // Who scrolls back reads, and is not carried away: with a wheel, a finger, a key or the bar.
+  list.addEventListener("scroll", () => {
+    if (list.scrollHeight - list.scrollTop - list.clientHeight > NEAR_END) follow.checked = false;
   }, { passive: true });
 
   draw();

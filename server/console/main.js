@@ -21,10 +21,19 @@ export const state = { access: null, profiles: [], isOperator: false };
 
 let open = { stop: () => {} };
 
+/** The parts of the address, of which anyone may make one that is none. */
+function place() {
+  try {
+    return location.hash.split("/").map(decodeURIComponent);
+  } catch {
+    return [];
+  }
+}
+
 /** Opens the view that the address names. A view is a function `(element, state, argument)` that returns how to stop it. */
 function show() {
-  const [, name = "requests", argument] = location.hash.split("/").map(decodeURIComponent);
-  const view = name === "requests" && argument ? life : VIEWS[name];
+  const [, name = "requests", argument] = place();
+  const view = name === "requests" && argument ? life : Object.hasOwn(VIEWS, name) && VIEWS[name];
   if (!view) {
     location.hash = "#/requests";
     return;
@@ -48,30 +57,73 @@ function tell(kind, words) {
   text(connection, words);
 }
 
+/** What the key may do, in words. */
+const rights = () => ({ operator: "Operator", server: "All profiles", profile: `Profile ${state.access.profile}`, none: "No key" })[state.access.key];
+
+/** How often `begin` runs now. */
+let beginning = 0;
+/** Whether the server did not answer the last request. */
+let isAway = false;
+
 /** Waits until the server answers, then finds out what the key may do and opens the view. */
 async function begin() {
+  beginning += 1;
+  try {
+    if (!(await isKnown())) return;
+  } finally {
+    beginning -= 1;
+  }
+  isAway = false;
+  tell("good", rights());
+  text(document.querySelector("#key-label"), key.get() ? "Change key" : "Key");
+  show();
+}
+
+/** Finds out what the key may do, as soon as the server answers; returns false if it asks for another. */
+async function isKnown() {
   open.stop();
   open = { stop: () => {} };
   for (;;) {
     try {
       const { access, profiles: all } = await get("/v1/profiles");
       Object.assign(state, { access, profiles: all, isOperator: access.key === "operator" });
-      break;
+      return true;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      if (error.status === 401) return;
-      const loading = error.status === 503;
-      tell("waiting", loading ? "Loading" : "No answer");
-      main.replaceChildren(notice("info", h("p", { class: "strong" }, loading ? "The server loads its model" : "The server does not answer"),
-        h("p", {}, loading ? "This page opens by itself as soon as it is ready." : "This page tries again every second.")));
+      if (error.status === 401) return false;
+      const isLoading = error.code === "server_loading";
+      const [word, words, next] = isLoading
+        ? ["Loading", "The server loads its model", "This page opens by itself as soon as it is ready."]
+        // What else an answer says, such as that the server has too many connections, is told in its words.
+        : ["No answer", error.status === 0 ? "The server does not answer" : error.message, "This page tries again every second."];
+      tell("waiting", word);
+      main.replaceChildren(notice("info", h("p", { class: "strong" }, words), h("p", {}, next)));
       await new Promise((done) => setTimeout(done, 1000));
     }
   }
-  const words = { operator: "Operator", server: "All profiles", profile: `Profile ${state.access.profile}`, none: "No key" };
-  tell("good", words[state.access.key]);
-  text(document.querySelector("#key-label"), key.get() ? "Change key" : "Key");
-  show();
 }
+
+/** Sees whether a server that answers again is the one from before: it may have been started with other keys and profiles. */
+async function meet() {
+  const before = JSON.stringify([state.access, state.profiles]);
+  const found = await get("/v1/profiles").catch(() => null);
+  // Who asks for a key, or is away again, has said so.
+  if (!found || state.access === null) return;
+  if (JSON.stringify([found.access, found.profiles]) === before) tell("good", rights());
+  else begin();
+}
+
+window.addEventListener("contact", ({ detail: words }) => {
+  if (beginning > 0 || state.access === null) return;
+  if (words) tell("waiting", words);
+  else if (isAway) meet();
+  isAway = Boolean(words);
+});
+
+// Such as the key of the link, which ends with the server.
+window.addEventListener("refused", () => {
+  if (beginning === 0 && state.isOperator) begin();
+});
 
 /** Exchanges the token of the link that the server printed, `#/enter/TOKEN`, for an operator's key. The address loses it first. Returns what is wrong, if anything. */
 async function enter() {
@@ -129,7 +181,10 @@ document.querySelector("#key-forget").addEventListener("click", () => {
 });
 document.querySelector("#key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key.set(input.value.trim());
+  const value = input.value.trim();
+  // No header carries others, such as the “…” behind the beginning of a key in a list.
+  if (!/^[\x20-\x7e]*$/.test(value)) return askForKey("This is no key: it has characters that no key has.");
+  key.set(value);
   input.value = "";
   dialog.close();
   begin();

@@ -252,6 +252,8 @@ export function models(element, state) {
 
   let before = "";
   let items = [];
+  /** Names of what is served, and not known at first. */
+  let served = null;
   function refresh() {
     keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }, h("div", { class: "known" }), h("div", { class: "actions" })), (card, item) => {
       const [known, row] = card.children;
@@ -266,6 +268,10 @@ export function models(element, state) {
   return poll(async (signal) => {
     const [{ data }, health, cache, { running }] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal), state.isOperator ? get("/v1/models/pull", signal) : { running: null }]);
     download.draw(running);
+    // Another page, or a server that was started again, serves others.
+    const names = JSON.stringify(health.models.map(({ model }) => model));
+    if (state.isOperator && served !== null && served !== names) files.read();
+    served = names;
     const own = new Map(health.models.map((report) => [report.model, report]));
     items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
       model: entry, report: own.get(entry.id),

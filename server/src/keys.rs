@@ -192,7 +192,7 @@ pub(crate) mod tests {
     }
 
     /// A key of `2030-01-01`.
-    fn key(expires: Option<&str>, revoked: bool) -> Key {
+    pub fn key(expires: Option<&str>, revoked: bool) -> Key {
         Key {
             name: "laptop".into(),
             prefix: "sk-01234567".into(),

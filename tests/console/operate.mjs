@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
 
-import { ROOT, OPERATOR, CLIENT, pictures, ask, open, enter, visit, check } from "./page.mjs";
+import { ROOT, OPERATOR, CLIENT, SIZES, pictures, ask, open, enter, visit, check } from "./page.mjs";
 
 export default {
   async "keys are created, shown once and revoked by clicking"({ browser, url }) {
@@ -92,7 +92,8 @@ export default {
     await page.route("**/v1/profiles", (route) => (route.request().headers().authorization === "Bearer expired"
       ? route.fulfill({ status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "key_expired", message } }) })
       : route.continue()));
-    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."]]) {
+    // Of the last, the page said that the server did not answer.
+    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."], ["sk-01234567…", "This is no key: it has characters that no key has."]]) {
       await page.fill("#key-input", key);
       await page.keyboard.press("Enter");
       await page.waitForFunction((words) => document.querySelector("#key-problem").textContent === words, words);
@@ -141,6 +142,30 @@ export default {
     await page.fill("#log-filter", "no line has this");
     await page.waitForSelector(".empty:has-text('No line'):visible");
     await check(page, seen, "an empty log");
+    await context.close();
+  },
+
+  async "who scrolls back in the log, with whatever, is not carried away"({ browser, url }) {
+    const { page, context } = await open(browser, url, { key: OPERATOR, size: SIZES.phone });
+    await visit(page, "log");
+    const list = page.locator(".log-lines");
+    await page.waitForFunction(() => {
+      const shown = document.querySelector(".log-lines");
+      return shown.scrollHeight > 2 * shown.clientHeight && shown.scrollTop > 0;
+    });
+    assert.ok(await page.isChecked("#log-follow"));
+    // A finger or the bar.
+    await list.evaluate((shown) => { shown.scrollTop = 0; });
+    await page.waitForSelector("#log-follow:not(:checked)");
+    const { id } = await ask(url, "What is the capital of Italy?");
+    await page.locator(".log-line", { hasText: `id=${id}` }).waitFor();
+    assert.equal(await list.evaluate((shown) => shown.scrollTop), 0);
+    // A key.
+    await page.check("#log-follow");
+    await page.waitForFunction(() => document.querySelector(".log-lines").scrollTop > 0);
+    await list.focus();
+    await page.keyboard.press("PageUp");
+    await page.waitForSelector("#log-follow:not(:checked)");
     await context.close();
   },
 
@@ -293,6 +318,33 @@ export default {
     await status("has ended");
     assert.equal(stopped, 1);
     assert.ok(await page.locator("button:text-is('Download')").isEnabled());
+    await context.close();
+  },
+
+  async "models on the disk are listed anew when others are served"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    // By another operator, or not any more by a server that was started again.
+    let by = null;
+    await page.route("**/health", async (route) => {
+      const response = await route.fetch();
+      const health = await response.json();
+      if (by) health.models.push({ ...health.models[0], model: "owner/spare", state: "on disk" });
+      return route.fulfill({ response, json: health });
+    });
+    await page.route("**/v1/downloads", (route) => {
+      const own = { model: "owner/spare", served_by: by, toml: "" };
+      return route.fulfill({ contentType: "application/json", body: JSON.stringify({ models: [{ model: "owner/spare", bytes: 2048, complete: true, served: by !== null, models: [own] }] }) });
+    });
+    await visit(page, "models");
+    const [load, stop] = ["Load owner/spare from the disk", "Stop serving owner/spare"].map((name) => page.getByRole("button", { name }));
+    await load.waitFor();
+    by = "operator";
+    await stop.waitFor();
+    by = null;
+    await load.waitFor();
+    assert.deepEqual(seen.errors, []);
+    // The page asks again and again: an answer that is under way would fail with the page.
+    await page.unrouteAll({ behavior: "wait" });
     await context.close();
   },
 

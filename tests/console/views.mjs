@@ -6,7 +6,7 @@ import { chmodSync, mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { createInterface } from "node:readline";
 
-import { BINARY, OPERATOR, CLIENT, LOOP, VIEWS, SIZES, PATIENCE, work, pictures, ask, run, open, visit, check } from "./page.mjs";
+import { BINARY, OPERATOR, CLIENT, LOOP, VIEWS, SIZES, PATIENCE, work, pictures, ask, run, open, enter, visit, check } from "./page.mjs";
 
 /** Python's classes of clients, which print what they are called with: the packages are tested by tests/*_client.py. */
 const CLASSES = `
@@ -79,6 +79,14 @@ export default {
       await visit(page, "keys");
       await page.waitForSelector("#key-name");
       await check(page, seen, "the console of its owner");
+      // Opened again, it takes nobody's key away.
+      await page.evaluate((hash) => { location.hash = hash; }, own.path.slice(1));
+      await page.waitForSelector("#key-problem:visible");
+      await page.click("#key-cancel");
+      await is(page, "Operator");
+      assert.equal(page.url(), `${own.url}/#/requests`);
+      await visit(page, "keys");
+      await page.waitForSelector("#key-name");
       // Others are no operators, and the link does not work again.
       const other = await open(browser, own.url);
       await is(other.page, "No key");
@@ -209,6 +217,103 @@ export default {
     assert.match(now, /^\d\d:\d\d:\d\d$/);
     assert.match(earlier, /^\S+ \d\d:\d\d:\d\d$/);
     assert.deepEqual([earlier.split(" ")[0], none], [day, "–"]);
+    await context.close();
+  },
+
+  async "a time never has sixty seconds or minutes"({ browser, url }) {
+    const { page, context } = await open(browser, url);
+    const texts = await page.evaluate(async () => {
+      const { duration } = await import("/console/dom.js");
+      return [60_000, 119_600, 3_599_900, 7_199_900].map(duration);
+    });
+    assert.deepEqual(texts, ["1 min 0 s", "1 min 59 s", "59 min 59 s", "1 h 59 min"]);
+    await context.close();
+  },
+
+  async "an address that names no view shows the requests, and the other views still open"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    for (const hash of ["#/constructor", "#/toString/x", "#/__proto__", "#/%", "#/none"]) {
+      await page.evaluate((hash) => { location.hash = hash; }, hash);
+      await page.waitForSelector(".view.requests h1");
+      await visit(page, "profiles");
+    }
+    await page.goto(`${url}/#/%`);
+    await page.reload();
+    await page.waitForSelector(".view.requests h1");
+    assert.deepEqual(seen.errors, []);
+    await context.close();
+  },
+
+  async "a server that does not answer, and answers again with other rights, is told"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const is = (words) => page.waitForFunction((words) => document.querySelector("#connection").textContent === words, words);
+    await visit(page, "keys");
+    await page.waitForSelector("#key-name");
+    await is("Operator");
+    await page.fill("#key-name", "draft");
+    await page.route("**/v1/**", (route) => route.abort());
+    await is("No answer");
+    await page.unrouteAll({ behavior: "wait" });
+    await is("Operator");
+    // The same server: the view stays as it was.
+    assert.equal(await page.inputValue("#key-name"), "draft");
+    const loading = { error: { code: "server_loading", message: "the models are still being loaded" } };
+    await page.route("**/v1/**", (route) => route.fulfill({ status: 503, contentType: "application/json", body: JSON.stringify(loading) }));
+    await is("Loading");
+    await page.unrouteAll({ behavior: "wait" });
+    await is("Operator");
+    // As one that was started again, whose link another key belonged to.
+    const refusal = { error: { code: "invalid_admin_key", message: "an operator's key is required" } };
+    await page.route("**/v1/profiles", async (route) => {
+      const response = await route.fetch();
+      const body = await response.json();
+      return route.fulfill({ response, json: { ...body, access: { ...body.access, key: "none" } } });
+    });
+    await page.route("**/v1/keys", (route) => route.fulfill({ status: 401, contentType: "application/json", body: JSON.stringify(refusal) }));
+    await is("No key");
+    await page.waitForSelector(".view.keys .notice:has-text('operator')");
+    assert.equal(await page.locator("#key-name").count(), 0);
+    await check(page, seen, "a server with other rights");
+    await page.unrouteAll({ behavior: "wait" });
+    await context.close();
+  },
+
+  async "a page that is opened while the server cannot answer says why, and opens by itself"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    for (const [code, message, shown] of [
+      ["server_loading", "the models are still being loaded", "The server loads its model"],
+      ["server_busy", "too many connections are open", "too many connections are open"],
+    ]) {
+      await page.route("**/v1/profiles", (route) => route.fulfill({ status: 503, contentType: "application/json", body: JSON.stringify({ error: { code, message } }) }));
+      await page.reload();
+      await page.waitForSelector(`main .notice .strong:text-is('${shown}')`);
+      await check(page, seen, shown);
+      await page.unrouteAll({ behavior: "wait" });
+      await page.waitForSelector(".view.requests h1");
+    }
+    await context.close();
+  },
+
+  async "the refusal of a key that was changed meanwhile does not concern the new one"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const refusal = { status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "invalid_api_key", message: "wrong key" } }) };
+    let came;
+    const asked = new Promise((done) => { came = done; });
+    await page.route("**/v1/downloads", came);
+    await visit(page, "models");
+    const route = await asked;
+    await page.click("#key");
+    await enter(page, CLIENT);
+    const isClient = () => page.waitForFunction(() => document.querySelector("#connection").textContent === "All profiles");
+    await isClient();
+    const arrived = page.waitForResponse("**/v1/downloads");
+    await route.fulfill(refusal);
+    await arrived;
+    await visit(page, "profiles");
+    await page.waitForSelector("#profile-agents");
+    await isClient();
+    assert.equal(await page.locator("#key-dialog[open]").count(), 0);
+    assert.deepEqual(seen.errors, []);
     await context.close();
   },
 

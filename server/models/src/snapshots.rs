@@ -42,8 +42,10 @@ pub fn list(hub: &Hub) -> Result<Vec<Snapshot>> {
         let repo_id = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
         let repo_id = repo_id.map(|name| name.replacen("--", "/", 1));
         let Some(repo_id) = repo_id.filter(|id| hub::is_repo_id(id)) else { continue };
+        // A folder that no download makes, such as one whose name ends in a dot, hides no other.
+        let Ok(repo) = RepoFolder::new(&hub.cache, &repo_id) else { continue };
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            snapshots.push(Snapshot::read(RepoFolder::new(&hub.cache, &repo_id)?, repo_id));
+            snapshots.push(Snapshot::read(repo, repo_id));
         }
     }
     snapshots.retain(|snapshot| !snapshot.models.is_empty() || snapshot.bytes > 0);
@@ -52,6 +54,11 @@ pub fn list(hub: &Hub) -> Result<Vec<Snapshot>> {
 }
 
 impl Snapshot {
+    /// The folder with everything of the repo.
+    pub fn root(&self) -> &Path {
+        self.repo.root()
+    }
+
     fn read(repo: RepoFolder, repo_id: String) -> Self {
         let folder = repo.commit().map(|commit| repo.snapshot(&commit));
         let folder = folder.filter(|folder| folder.is_dir());
@@ -77,9 +84,8 @@ pub fn remove(hub: &Hub, repo_id: &str) -> Result<Snapshot> {
         );
     };
     let snapshot = snapshots.swap_remove(at);
-    let removing = hub.cache.join(format!(".removing-{}", std::process::id()));
-    let removed = snapshot.repo.remove(&removing);
-    removed.with_context(|| format!("removing {}", snapshot.repo.root().display()))?;
+    let removed = snapshot.repo.remove();
+    removed.with_context(|| format!("removing {}", snapshot.root().display()))?;
     Ok(snapshot)
 }
 
@@ -160,5 +166,38 @@ mod tests {
         assert_eq!(left.len(), 1);
         assert_eq!(left[0].repo_id, "owner/small-4bit");
         assert_eq!(fs::read_dir(&hub.cache).unwrap().count(), 1, "no temporary folder is left");
+    }
+
+    /// A server that ended while it removed a repo left its files to nobody, and in a container, where all processes have
+    /// one number, no repo could be removed any more.
+    #[test]
+    fn what_a_removal_left_behind_is_in_no_ones_way_and_deleted_by_the_next() {
+        let cache = tempfile::tempdir().unwrap();
+        let hub = hub(cache.path());
+        let process = std::process::id();
+        let rests = [format!(".removing-{process}"), format!(".removing-{process}-0")];
+        for rest in &rests {
+            add(&hub, rest, COMPLETE);
+        }
+        fs::write(hub.cache.join(".removing-none"), "a file").unwrap();
+        add(&hub, "models--owner--small", COMPLETE);
+        assert_eq!(list(&hub).unwrap().len(), 1, "rests are no models");
+        remove(&hub, "owner/small").unwrap();
+        let left: Vec<_> =
+            fs::read_dir(&hub.cache).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, [".removing-none"]);
+    }
+
+    /// One folder, which no download makes, hid all models.
+    #[test]
+    fn a_folder_that_is_no_repo_hides_no_model() {
+        let cache = tempfile::tempdir().unwrap();
+        let hub = hub(cache.path());
+        add(&hub, "models--owner--small", COMPLETE);
+        add(&hub, "models--owner--dot.", COMPLETE);
+        add(&hub, &format!("models--owner--{}", "x".repeat(236)), COMPLETE);
+        let listed = list(&hub).unwrap();
+        assert_eq!(listed.len(), 1);
+        assert_eq!(remove(&hub, "owner/small").unwrap().repo_id, "owner/small");
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use steersman_models::hub::Hub;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
@@ -59,8 +59,10 @@ pub struct App {
     pub(super) key_changes: Arc<Semaphore>,
     /// Limits traces that are read at a time.
     pub(super) trace_readers: Arc<Semaphore>,
-    /// The download of a model that runs.
+    /// The download or the removal of a model that runs.
     pub(super) pulls: Arc<Pulls>,
+    /// Held while a model of the cache begins to be served, or is removed.
+    pub(super) files: Mutex<()>,
     /// Where models are downloaded from, if not what the environment says.
     hub: Option<Hub>,
     /// The newest lines of the log.
@@ -100,6 +102,7 @@ impl App {
             key_changes: Arc::new(Semaphore::new(1)),
             trace_readers: Arc::new(Semaphore::new(TRACE_READERS)),
             pulls: Arc::default(),
+            files: Mutex::default(),
             hub,
             log,
             samples: Samples::default(),

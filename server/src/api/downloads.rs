@@ -36,7 +36,7 @@ struct Downloaded {
     bytes: u64,
     /// Whether all files of a model are here.
     complete: bool,
-    /// Whether a model of it is served: then it is not removed.
+    /// Whether a model of it is served, or drafts for one: then it is not removed.
     served: bool,
     /// What can be served: the whole repo, or each quantization of one with GGUF files.
     models: Vec<DownloadedModel>,
@@ -76,23 +76,40 @@ pub async fn list(
     Ok(Json(Downloads { models: models.await?? }))
 }
 
-/// The files of the models that are served, and who has named these.
-pub struct Served(Vec<(PathBuf, NamedBy)>);
+/// The files of the models that are served.
+pub struct Served(Vec<Files>);
+
+/// The files of a model that is served.
+struct Files {
+    /// Its folder or GGUF file, without links.
+    path: PathBuf,
+    /// What the entries of the folder lead to: they may be links into the cache.
+    entries: Vec<PathBuf>,
+    by: NamedBy,
+}
+
+impl Files {
+    fn new(path: &Path, by: NamedBy) -> Self {
+        let entries = path.read_dir().into_iter().flatten().flatten();
+        Self { path: real(path), entries: entries.map(|entry| real(&entry.path())).collect(), by }
+    }
+
+    /// Whether one of them is in the folder `repo`.
+    fn are_in(&self, repo: &Path) -> bool {
+        self.path.starts_with(repo) || self.entries.iter().any(|entry| entry.starts_with(repo))
+    }
+}
 
 impl Served {
     /// Looks for the files. Blocks.
     pub fn new(app: &App) -> Self {
-        let folders = app.models.folders().into_iter();
-        Self(folders.map(|(folder, by)| (real(&folder), by)).collect())
+        Self(app.models.folders().iter().map(|(path, by)| Files::new(path, *by)).collect())
     }
 
     /// Who has a model of `snapshot` served, under its name or with files of it; the configuration before an operator.
     pub fn by(&self, app: &App, snapshot: &Snapshot) -> Option<NamedBy> {
-        // OWNER/NAME is the folder `models--OWNER--NAME`, and its commits are two levels below.
-        let repo =
-            snapshot.folder.as_deref().and_then(|folder| folder.ancestors().nth(2)).map(real);
-        let is_within = |files: &Path| repo.as_ref().is_some_and(|repo| files.starts_with(repo));
-        self.first(app.models.named_by(&snapshot.repo_id), is_within)
+        let repo = real(snapshot.root());
+        self.first(app.models.named_by(&snapshot.repo_id), |files| files.are_in(&repo))
     }
 
     /// The models of `snapshot`, with who has them served.
@@ -101,7 +118,7 @@ impl Served {
             let repo = &snapshot.repo_id;
             let model = tag.as_ref().map_or(repo.clone(), |tag| format!("{repo}:{tag}"));
             let path = real(path);
-            let by = self.first(app.models.named_by(&model), |files| files == path);
+            let by = self.first(app.models.named_by(&model), |files| files.path == path);
             let served_by = by.map(|by| match by {
                 NamedBy::Configuration => "configuration",
                 NamedBy::Operator => "operator",
@@ -114,10 +131,16 @@ impl Served {
 
     /// The configuration, if it is among `named` and who has named the models whose files are `these`; or else an
     /// operator.
-    fn first(&self, named: Option<NamedBy>, these: impl Fn(&Path) -> bool) -> Option<NamedBy> {
-        let of_files = self.0.iter().filter(|(files, _)| these(files)).map(|(_, by)| *by);
+    fn first(&self, named: Option<NamedBy>, these: impl Fn(&Files) -> bool) -> Option<NamedBy> {
+        let of_files = self.0.iter().filter(|files| these(files)).map(|files| files.by);
         named.into_iter().chain(of_files).min_by_key(|by| *by == NamedBy::Operator)
     }
+}
+
+/// Whether a model that is not served any more has files of `snapshot` and is still in memory. Blocks.
+pub fn is_in_memory(app: &App, snapshot: &Snapshot) -> bool {
+    let repo = real(snapshot.root());
+    app.models.leaving().iter().any(|path| Files::new(path, NamedBy::Operator).are_in(&repo))
 }
 
 /// The path without links.

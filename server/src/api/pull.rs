@@ -23,16 +23,19 @@ use steersman_engine::tools::model_types;
 use steersman_models::command::Needs;
 use steersman_models::hub::{Hub, Plan, Progress, Stop, is_disk_full};
 use steersman_models::named::model_id;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{OwnedPermit, Receiver, Sender, channel};
 
 use super::access::Caller;
 use super::app::App;
 use super::error::{ApiError, OpenAiError};
 use super::protocol::JSON;
-use super::pulls::{Step, Turn};
+use super::pulls::{Busy, Step, Turn};
 
 /// Shortest time between two reports of progress.
 const REPORT_EVERY: Duration = Duration::from_millis(200);
+
+/// Reports that wait for a client. One that reads more slowly misses some.
+const REPORTS: usize = 64;
 
 /// Stops a download when it is dropped: the client has disconnected, or has all reports.
 struct StopOnDrop(Stop);
@@ -174,22 +177,33 @@ fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
     Ok(Asked { repo, stream })
 }
 
+/// The refusal of what would change the cache while something else does.
+pub fn busy(busy: Busy) -> ApiError {
+    match busy {
+        Busy::Download => ApiError::conflict(
+            "pull_in_progress",
+            "another download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)",
+        ),
+        Busy::Removal => ApiError::conflict(
+            "removal_in_progress",
+            "a model is being removed; try again when that has ended",
+        ),
+    }
+}
+
 /// Starts a download; returns its first report, where the others come from, and what stops it when it is dropped if
 /// `stops`.
 ///
 /// # Errors
-/// If another one runs, or this one fails before it begins.
+/// If another one or a removal runs, or this one fails before it begins.
 async fn begin(
     app: &Arc<App>,
     repo: String,
     stops: bool,
-) -> Result<(Report, UnboundedReceiver<Report>, Option<StopOnDrop>), ApiError> {
-    let Some(turn) = app.pulls.begin(&repo) else {
-        let message = "another download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)";
-        return Err(ApiError::conflict("pull_in_progress", message));
-    };
-    let (stop, guard) = (turn.stop.clone(), stops.then(|| StopOnDrop(turn.stop.clone())));
-    let (reports, mut receiver) = unbounded_channel();
+) -> Result<(Report, Receiver<Report>, Option<StopOnDrop>), ApiError> {
+    let (turn, stop) = app.pulls.begin(&repo).map_err(busy)?;
+    let guard = stops.then(|| StopOnDrop(stop.clone()));
+    let (reports, mut receiver) = Reports::new();
     let download = Download { hub: app.hub(), app: app.clone(), repo, reports, stop };
     tokio::task::spawn_blocking(move || download.run(turn));
     match receiver.recv().await {
@@ -202,13 +216,37 @@ async fn begin(
     }
 }
 
+/// Where the reports of a download go: to a client that may read slowly, or be gone.
+struct Reports {
+    sender: Sender<Report>,
+    /// Room for the last one.
+    last: OwnedPermit<Report>,
+}
+
+impl Reports {
+    fn new() -> (Self, Receiver<Report>) {
+        let (sender, receiver) = channel(REPORTS);
+        let last = sender.clone().try_reserve_owned().expect("a new channel has room");
+        (Self { sender, last }, receiver)
+    }
+
+    /// Sends a report, unless many wait.
+    fn send(&self, report: Report) {
+        let _ = self.sender.try_send(report);
+    }
+
+    /// Sends the last report.
+    fn end(self, report: Report) {
+        drop(self.last.send(report));
+    }
+}
+
 /// A download on its thread.
 struct Download {
     hub: Hub,
     app: Arc<App>,
     repo: String,
-    /// Nobody may listen any more.
-    reports: UnboundedSender<Report>,
+    reports: Reports,
     stop: Stop,
 }
 
@@ -229,7 +267,7 @@ impl Download {
         };
         // Who has read the last report may start the next download.
         drop(turn);
-        let _ = self.reports.send(last);
+        self.reports.end(last);
     }
 
     fn download(&self) -> Result<PathBuf, ApiError> {
@@ -248,7 +286,7 @@ impl Download {
         tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");
         let step = Step { file: None, completed: needs.here, total: needs.total };
         self.app.pulls.note(step);
-        let _ = self.reports.send(Report::Planned(needs));
+        self.reports.send(Report::Planned(needs));
         let mut next = Instant::now();
         let mut report = |progress: &Progress<'_>| self.report(progress, &mut next);
         self.hub.download_until(&plan, &mut report, &self.stop).map_err(failed)
@@ -266,14 +304,14 @@ impl Download {
         }
         *next = Instant::now() + REPORT_EVERY;
         self.app.pulls.note(Step { file: Some(file.into()), completed: done, total });
-        let _ = self.reports.send(Report::Progress { file: file.into(), done, total });
+        self.reports.send(Report::Progress { file: file.into(), done, total });
     }
 }
 
 /// `first` and what follows, rendered.
 fn rest<T>(
     first: Report,
-    reports: UnboundedReceiver<Report>,
+    reports: Receiver<Report>,
     render: impl Fn(Report) -> Option<T>,
 ) -> impl Stream<Item = T> {
     stream::unfold((Some(first), reports, render), |(first, mut reports, render)| async move {
@@ -423,5 +461,30 @@ impl From<&Report> for OllamaPulled {
             Report::Done(_) => state("success"),
             Report::Failed(error) => Self::Failed { error: error.message.clone() },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A client that did not read got five reports a second into the server's memory, until the download ended.
+    #[test]
+    fn reports_wait_within_a_limit_and_the_last_one_arrives() {
+        let (reports, mut receiver) = Reports::new();
+        for done in 0..10 * REPORTS as u64 {
+            reports.send(Report::Progress { file: "a".into(), done, total: 1 << 20 });
+        }
+        reports.end(Report::Done("folder".into()));
+        let mut received = 0;
+        let last = loop {
+            match receiver.try_recv() {
+                Ok(Report::Done(folder)) => break folder,
+                Ok(_) => received += 1,
+                Err(error) => panic!("{received} reports, and then {error}"),
+            }
+        };
+        assert_eq!((received, last), (REPORTS - 1, PathBuf::from("folder")));
+        assert!(receiver.try_recv().is_err(), "nothing follows it");
     }
 }

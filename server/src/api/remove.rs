@@ -12,9 +12,10 @@ use steersman_models::snapshots;
 use super::access::Caller;
 use super::app::App;
 use super::blocking::{blocking, internal};
-use super::downloads::Served;
+use super::downloads::{Served, is_in_memory};
 use super::error::ApiError;
 use super::ollama::named;
+use super::pull::busy;
 use crate::models::NamedBy;
 
 /// `DELETE /api/delete`
@@ -30,11 +31,7 @@ pub async fn delete_as_ollama(
     let name =
         name.ok_or_else(|| ApiError::missing("model", "model: must be the name of a model"))?;
     // While it is removed, nobody downloads it.
-    let Some(turn) = app.pulls.begin(&name) else {
-        let message =
-            "a download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)";
-        return Err(ApiError::conflict("pull_in_progress", message));
-    };
+    let turn = app.pulls.begin_removal().map_err(busy)?;
     blocking(move || {
         let removed = remove(&app, &name);
         drop(turn);
@@ -44,9 +41,11 @@ pub async fn delete_as_ollama(
     Ok(StatusCode::OK)
 }
 
-/// Removes the repo `name` from the cache, unless a model that is served has its files there. Blocks.
+/// Removes the repo `name` from the cache, unless a model that is served or in memory has its files there. Blocks.
 fn remove(app: &App, name: &str) -> Result<(), ApiError> {
     let hub = app.hub();
+    // Nobody begins to serve it meanwhile.
+    let _files = app.files.lock();
     let served = |by: NamedBy| {
         let message = match by {
             NamedBy::Configuration => format!(
@@ -61,7 +60,8 @@ fn remove(app: &App, name: &str) -> Result<(), ApiError> {
     if let Some(by) = app.models.named_by(name) {
         return Err(served(by));
     }
-    let listed = snapshots::list(&hub).map_err(internal)?;
+    let failed = |error: anyhow::Error| internal(format!("{error:#}"));
+    let listed = snapshots::list(&hub).map_err(failed)?;
     let names: Vec<_> = listed.iter().map(|snapshot| snapshot.repo_id.as_str()).collect();
     let Some(snapshot) = listed.iter().find(|snapshot| snapshot.repo_id == name) else {
         let similar = snapshots::similar(name, &names);
@@ -71,7 +71,13 @@ fn remove(app: &App, name: &str) -> Result<(), ApiError> {
     if let Some(by) = Served::new(app).by(app, snapshot) {
         return Err(served(by));
     }
-    let removed = snapshots::remove(&hub, name).map_err(internal)?;
+    if is_in_memory(app, snapshot) {
+        let message = format!(
+            "the model `{name}` is not served any more, but requests still use it; try again when they have ended"
+        );
+        return Err(ApiError::conflict("model_in_use", message));
+    }
+    let removed = snapshots::remove(&hub, name).map_err(failed)?;
     tracing::info!(model = name, bytes = removed.bytes, "model removed by an operator");
     Ok(())
 }

@@ -104,6 +104,8 @@ fn name_of(app: &App, asked: &str) -> Result<String, ApiError> {
 
 /// Serves a model of the cache; returns its name for clients. Blocks.
 fn serve_cached(app: &App, asked: &str) -> Result<String, ApiError> {
+    // Nobody removes its files between the look for them and the name in the list.
+    let _files = app.files.lock();
     let id = name_of(app, asked)?;
     match app.models.named_by(&id) {
         Some(NamedBy::Configuration) => return Err(configured(&id)),

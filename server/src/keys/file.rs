@@ -1,5 +1,6 @@
 //! The file of keys of a running server.
 
+use std::collections::BTreeSet;
 use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 
@@ -71,29 +72,41 @@ impl KeyFile {
         if last.0 == stamp {
             return None;
         }
-        let path = self.path.display();
-        let keys = match Keys::read(&self.path) {
-            Ok(keys) if stamp.is_some() => {
-                tracing::info!(%path, keys = keys.keys.len(), "keys read again");
-                keys
-            }
-            Ok(_) => {
-                tracing::error!(%path, "file of keys is gone; refusing its keys");
-                last.1.revoked()
-            }
-            Err(error) => {
-                let text = format!("{error:#}");
-                // A file that can be read and is wrong has no error of the system.
-                if error.downcast_ref::<std::io::Error>().is_some() {
-                    tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
-                } else {
-                    tracing::error!(error = text, "file of keys is damaged; refusing its keys");
-                }
-                last.1.revoked()
-            }
-        };
+        let keys = read_again(Keys::read(&self.path), &last.1, &self.path);
         *last = (stamp, keys.clone());
         Some(keys)
+    }
+}
+
+/// The keys of the file at `path` as it was `read`, and those that were `known` and are not in it, revoked: they open
+/// nothing, and what they opened stays closed.
+fn read_again(read: Result<Keys>, known: &Keys, path: &Path) -> Keys {
+    let path = path.display();
+    match read {
+        // A file has keys. Without any it is gone, perhaps since its stamp was taken.
+        Ok(keys) if keys.keys.is_empty() => {
+            tracing::error!(%path, "file of keys is gone; refusing its keys");
+            known.revoked()
+        }
+        Ok(read) => {
+            let present: BTreeSet<_> = read.keys.iter().map(|key| key.sha256).collect();
+            let mut keys = known.revoked().keys;
+            keys.retain(|key| !present.contains(&key.sha256));
+            let (present, missing) = (present.len(), keys.len());
+            tracing::info!(%path, keys = present, missing, "keys read again");
+            keys.extend(read.keys);
+            Keys { keys }
+        }
+        Err(error) => {
+            let text = format!("{error:#}");
+            // A file that can be read and is wrong has no error of the system.
+            if error.downcast_ref::<std::io::Error>().is_some() {
+                tracing::error!(error = text, "file of keys cannot be read; refusing its keys");
+            } else {
+                tracing::error!(error = text, "file of keys is damaged; refusing its keys");
+            }
+            known.revoked()
+        }
     }
 }
 
@@ -108,5 +121,38 @@ impl Keys {
         let now = Timestamp::now();
         let revoke = |key: &Key| Key { revoked: key.revoked.or(Some(now)), ..key.clone() };
         Self { keys: self.keys.iter().map(revoke).collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+    use crate::keys::tests::key;
+
+    /// A file that went between the look at its stamp and its reading was one without keys: a server that they had
+    /// closed was open to everyone until it ended.
+    #[test]
+    fn a_file_that_goes_while_it_is_read_opens_nothing() {
+        let (known, path) = (Keys { keys: vec![key(None, false)] }, Path::new(FILE));
+        for read in [Ok(Keys::default()), Err(anyhow!("the list of keys is empty"))] {
+            let keys = read_again(read, &known, path);
+            assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_some(), "{keys:?}");
+        }
+        for before in [Keys::default(), known.clone(), known.revoked()] {
+            let keys = read_again(Ok(known.clone()), &before, path);
+            assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_none(), "{keys:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_the_file_has_lost_is_revoked() {
+        let (known, path) = (Keys { keys: vec![key(None, false)] }, Path::new(FILE));
+        let other = Key { sha256: [8; 32], ..key(None, false) };
+        let keys = read_again(Ok(Keys { keys: vec![other] }), &known, path);
+        let states: Vec<_> =
+            keys.keys.iter().map(|key| (key.sha256[0], key.revoked.is_some())).collect();
+        assert_eq!(states, [(7, true), (8, false)]);
     }
 }

@@ -78,10 +78,12 @@ pub fn load(
     let found = find(&mut config, data_dir)?;
     drop(load);
     let bundled = found.bundled;
+    let draft = config.speculation.draft_model.clone();
     let (engine, thread) = start(config, &found)?;
     let models = Models::new(pool, engine, bytes(&found), files(&found));
     let mut models = models.with_recipes(recipes);
     models.numbers = numbers;
+    models.draft = (!draft.is_empty()).then(|| draft.into());
     let mut threads = vec![thread];
     for mut config in further {
         let profiles: Vec<_> = config.profiles.keys().cloned().collect();

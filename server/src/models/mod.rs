@@ -57,6 +57,8 @@ pub struct Models {
     /// How engines keep weights.
     numbers: Numbers,
     upstreams: Vec<Upstream>,
+    /// The files of the model that drafts for the first one.
+    draft: Option<PathBuf>,
 }
 
 #[derive(Clone)]
@@ -152,9 +154,17 @@ impl Models {
         let profiles = engine.info().profiles.clone();
         let (served, of_profile, aliases) = (Arc::default(), BTreeMap::new(), Arc::default());
         let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
-        let (recipes, upstreams) = (None, Vec::new());
-        let mut models =
-            Self { pool, served, recipes, of_profile, aliases, policies, numbers, upstreams };
+        let mut models = Self {
+            pool,
+            served,
+            recipes: None,
+            of_profile,
+            aliases,
+            policies,
+            numbers,
+            upstreams: Vec::new(),
+            draft: None,
+        };
         models.add_loaded(engine, &profiles, bytes, files);
         models
     }
@@ -203,15 +213,12 @@ impl Models {
     /// Sets the aliases, which have been checked against the names of the configured models. They take precedence over
     /// the names of models that an operator serves, which are withdrawn.
     pub fn set_aliases(&self, aliases: BTreeMap<String, String>) {
-        for alias in aliases.keys() {
-            if self.withdraw(alias) {
-                tracing::warn!(
-                    model = alias,
-                    "model is not served any more: an alias has its name"
-                );
-            }
-        }
+        let names: Vec<_> = aliases.keys().cloned().collect();
+        // First, so that none is served under one of the names meanwhile.
         *self.aliases.write() = aliases;
+        for alias in names.iter().filter(|alias| self.withdraw(alias)) {
+            tracing::warn!(model = alias, "model is not served any more: an alias has its name");
+        }
     }
 
     /// The engine of a profile, if its model is one of this process and loaded.
@@ -408,12 +415,24 @@ impl Models {
         self.current().into_iter().map(one).collect()
     }
 
-    /// Folders of the files of all models that are on this machine, with who has named the model. Blocks while it looks
-    /// for them.
+    /// Folders of the files of all models that are on this machine, the draft model's too, with who has named the model.
+    /// Blocks while it looks for them.
     pub fn folders(&self) -> Vec<(PathBuf, NamedBy)> {
         let folder =
             |(_, served, _): (usize, Served, Report)| Some((served.folder()?, served.named_by));
-        self.current().into_iter().filter_map(folder).collect()
+        let draft = self.draft.clone().map(|draft| (draft, NamedBy::Configuration));
+        self.current().into_iter().filter_map(folder).chain(draft).collect()
+    }
+
+    /// Folders of the files of the models that were withdrawn and are in memory, or on their way there or out. Blocks
+    /// while it looks for them.
+    pub fn leaving(&self) -> Vec<PathBuf> {
+        // The list may be longer, and never is shorter.
+        let reports = self.pool.report();
+        let served = self.served.read().clone();
+        let all = served.into_iter().zip(reports);
+        let leaving = all.filter(|(_, report)| report.withdrawn && report.state != State::OnDisk);
+        leaving.filter_map(|(served, _)| served.folder()).collect()
     }
 
     /// Most bytes of the weights of all loaded models.

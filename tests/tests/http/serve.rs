@@ -4,10 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use axum::http::{Method, Request as ClientRequest};
 use steersman::config::FileConfig;
-use steersman::models::{Models, Recipe, Recipes, Running};
+use steersman::models::{Models, Recipe, Recipes, Running, Settings};
 use steersman_models::hub::Hub;
 use steersman_tests::tiny_model;
 use tempfile::TempDir;
@@ -37,6 +37,23 @@ impl Recipe for Cached {
     }
 }
 
+/// A model of the configuration that has its files in this folder, and is not asked for.
+struct At(PathBuf);
+
+impl Recipe for At {
+    fn folder(&self) -> Result<PathBuf> {
+        Ok(self.0.clone())
+    }
+
+    fn bytes(&self) -> Result<u64> {
+        Ok(3)
+    }
+
+    fn start(&self) -> Result<Running> {
+        bail!("nobody asks for it")
+    }
+}
+
 /// A server of `owner/tiny`, and of `owner/own` for the profile `own`, whose operator has the key `op`. The cache has
 /// models that are served by nobody.
 struct Server {
@@ -48,13 +65,14 @@ struct Server {
 
 impl Server {
     fn new() -> Self {
-        Self::with(Wiring::default())
+        Self::with(Wiring::default(), |_| Vec::new())
     }
 
-    fn with(wiring: Wiring) -> Self {
+    /// `configured` gets the folder of the cache, and returns the folders of further models of the configuration.
+    fn with(wiring: Wiring, configured: impl FnOnce(&Path) -> Vec<PathBuf>) -> Self {
         enable_log();
         let cache = tempfile::tempdir().unwrap();
-        for repo in ["owner/spare", "owner/foreign", "owner/half", "owner/broken"] {
+        for repo in ["owner/spare", "owner/foreign", "owner/half", "owner/broken", "owner/slow"] {
             let snapshot = snapshot(cache.path(), repo);
             fs::create_dir_all(&snapshot).unwrap();
             let refs = cache.path().join(folder_of(repo)).join("refs");
@@ -72,14 +90,20 @@ impl Server {
         let recipes: Arc<Recipes> =
             Arc::new(move |hub: &Hub, id: &str| -> Result<Arc<dyn Recipe>> {
                 let kind = if id == "owner/broken" { Kind::Broken } else { Kind::Ready };
+                let script = if id == "owner/slow" { endless } else { answer };
                 let starts = AtomicUsize::default();
-                let scripted = Arc::new(Scripted { name: id.into(), script: answer, kind, starts });
+                let scripted = Arc::new(Scripted { name: id.into(), script, kind, starts });
                 known.lock().unwrap().push(scripted.clone());
                 Ok(Arc::new(Cached { hub: hub.clone(), scripted }))
             });
         let models = Models::with_budget(engine(8, answer).0, 5, Duration::from_millis(300));
         let mut models = models.with_recipes(recipes);
         models.add(engine_of("owner/own", 8, answer).0, &["own".into()]);
+        for (index, folder) in configured(cache.path()).into_iter().enumerate() {
+            let name = format!("configured-{index}");
+            let settings = Settings { name, keep_alive: None, pinned: false };
+            models.add_on_demand(settings, Arc::new(At(folder)), &[]);
+        }
         models.set_aliases([("gpt".into(), "owner/tiny".into())].into());
         let config =
             ServerConfig { admin_keys: vec!["op".to_string().into()], ..ServerConfig::default() };
@@ -112,6 +136,20 @@ impl Server {
 
     async fn withdraw(&self, model: &str) -> (u16, Value) {
         self.call(Method::DELETE, "/v1/models/serve", "op", &json!({"model": model})).await
+    }
+
+    async fn remove(&self, model: &str) -> (u16, Value) {
+        self.call(Method::DELETE, "/api/delete", "op", &json!({"model": model})).await
+    }
+
+    /// Removes a model that was withdrawn, once it is unloaded.
+    async fn remove_when_unloaded(&self, model: &str) {
+        loop {
+            match self.remove(model).await {
+                (409, _) => tokio::time::sleep(Duration::from_millis(5)).await,
+                (status, error) => break assert_eq!(status, 200, "{error}"),
+            }
+        }
     }
 
     async fn get(&self, path: &str) -> Value {
@@ -153,6 +191,11 @@ impl Server {
         assert_eq!(entry["served"], !own["served_by"].is_null(), "{list}");
         own["served_by"].clone()
     }
+}
+
+/// A reply that ends with its client.
+fn endless() -> Vec<Act> {
+    vec![Say(Event::Answer("Once".into())), UntilCancelled]
 }
 
 fn folder_of(repo: &str) -> String {
@@ -200,9 +243,7 @@ async fn an_operator_serves_a_model_of_the_cache_until_it_is_withdrawn() {
 
     // Its files stay while it is served.
     let files = snapshot(server.cache.path(), "owner/spare");
-    let spare = json!({"model": "owner/spare"});
-    let remove = async || server.call(Method::DELETE, "/api/delete", "op", &spare).await;
-    let (status, error) = remove().await;
+    let (status, error) = server.remove("owner/spare").await;
     assert_eq!(status, 409, "{error}");
     assert!(error.to_string().contains("is served; end that first"), "{error}");
     assert!(files.is_dir());
@@ -227,7 +268,7 @@ async fn an_operator_serves_a_model_of_the_cache_until_it_is_withdrawn() {
     assert_eq!(server.ask("owner/spare", None).await, (200, String::new()));
     assert_eq!(starts(), 2);
     assert_eq!(server.withdraw("owner/spare").await.0, 200);
-    assert_eq!(remove().await.0, 200);
+    server.remove_when_unloaded("owner/spare").await;
     assert!(!files.exists());
     assert_eq!(server.serve("owner/spare").await.0, 404);
 }
@@ -272,7 +313,8 @@ async fn what_cannot_be_served_is_named() {
 #[tokio::test]
 async fn a_reload_keeps_a_model_that_is_served_unless_an_alias_has_its_name() {
     let (reloads, follows) = tokio::sync::watch::channel(None);
-    let server = Server::with(Wiring { reloads: Some(follows), ..Wiring::default() });
+    let server =
+        Server::with(Wiring { reloads: Some(follows), ..Wiring::default() }, |_| Vec::new());
     let reload = |aliases: &str| {
         let text = format!(
             "[server]\nadmin_keys = ['op']\n[model]\nname = 'owner/tiny'\n[aliases]\n{aliases}"
@@ -295,4 +337,47 @@ async fn a_reload_keeps_a_model_that_is_served_unless_an_alias_has_its_name() {
     let listed = server.get("/v1/models").await;
     let names = listed["data"].as_array().unwrap().iter().filter(|own| own["id"] == "owner/spare");
     assert_eq!(names.count(), 1, "{listed}");
+}
+
+/// The files of a model that was withdrawn were removed while it was loaded, and while requests had it.
+#[tokio::test]
+async fn a_model_that_requests_still_use_is_not_removed() {
+    let server = Server::new();
+    assert_eq!(server.serve("owner/slow").await.0, 200);
+    let request = post(body(json!({"model": "owner/slow", "stream": true})).to_string());
+    let reply = send(&server.app, request).await;
+    assert_eq!(reply.status(), StatusCode::OK);
+    assert_eq!(server.withdraw("owner/slow").await.0, 200);
+    let (status, error) = server.remove("owner/slow").await;
+    assert_eq!((status, &error["error"]["code"]), (409, &json!("model_in_use")), "{error}");
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("requests still use it"), "{message}");
+    let files = snapshot(server.cache.path(), "owner/slow");
+    assert!(files.is_dir());
+    drop(reply);
+    server.remove_when_unloaded("owner/slow").await;
+    assert!(!files.exists());
+}
+
+/// A repo was removed while the configuration named its files by a path: where the cache knew no newest commit of it, and
+/// where the path was a folder of links.
+#[cfg(unix)]
+#[tokio::test]
+async fn files_that_the_configuration_names_by_a_path_are_not_removed() {
+    let server = Server::with(Wiring::default(), |cache| {
+        let links = cache.join("links");
+        fs::create_dir(&links).unwrap();
+        let weights = snapshot(cache, "owner/foreign").join("model.safetensors");
+        std::os::unix::fs::symlink(weights, links.join("model.safetensors")).unwrap();
+        fs::remove_file(cache.join(folder_of("owner/half")).join("refs/main")).unwrap();
+        vec![snapshot(cache, "owner/half"), links]
+    });
+    let list = server.get("/v1/downloads").await;
+    for (model, served) in [("owner/half", true), ("owner/foreign", true), ("owner/spare", false)] {
+        let entry = list["models"].as_array().unwrap().iter().find(|own| own["model"] == model);
+        assert_eq!(entry.unwrap()["served"], served, "{model}: {list}");
+        let status = server.remove(model).await.0;
+        assert_eq!(status, if served { 409 } else { 200 }, "{model}");
+        assert_eq!(snapshot(server.cache.path(), model).is_dir(), served, "{model}");
+    }
 }

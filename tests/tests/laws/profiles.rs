@@ -5,12 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use steersman::config::ServerConfig;
-use steersman::models::{self, Loaded};
+use steersman::models::{self, Loaded, NamedBy};
 use steersman_engine::config::{Profile, ProfileLimits};
 use steersman_engine::request::{FinishReason, Request};
 use steersman_engine::{Error, RequestError};
 use steersman_models::hub::Hub;
-use steersman_tests::{Running, ask, config, run, tiny_model};
+use steersman_tests::{Running, ask, bundled_model, config, run, tiny_model};
 
 fn engine_with(limits: ProfileLimits) -> Running {
     let mut config = config();
@@ -106,6 +106,25 @@ fn each_model_of_a_profile_is_loaded_and_has_a_store_of_its_own() {
     for file in ["state.redb", "state-tiny.redb"] {
         assert!(data.path().join(file).is_file(), "{file}");
     }
+}
+
+/// The model that drafts could be removed from the cache over HTTP: the configuration names it, and no client does.
+#[test]
+fn the_files_of_the_draft_model_are_those_of_the_configuration() {
+    let data = tempfile::tempdir().unwrap();
+    let draft = bundled_model().canonicalize().unwrap();
+    let mut config = config();
+    config.speculation.draft_model = draft.to_str().unwrap().into();
+    let config = config.check().unwrap();
+    let policies = steersman_engine::policies(&config, data.path()).unwrap();
+    let server = ServerConfig::default();
+    let loaded = models::load(config, &server, data.path(), &policies).unwrap();
+    let Loaded { models, threads, .. } = loaded;
+    let folders = models.folders();
+    assert!(folders.contains(&(draft, NamedBy::Configuration)), "{folders:?}");
+    assert_eq!(folders.len(), 2, "and those of the model: {folders:?}");
+    drop((models, policies));
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
 /// A model of the cache that an operator serves is for the profiles that have no model of their own.

@@ -5,6 +5,7 @@
 //! models--owner--name/snapshots/COMMIT/NAME    a link to a content
 //! models--owner--name/refs/main                the commit
 //! .locks/models--owner--name/DIGEST.lock       held while a content is downloaded
+//! .removing-PROCESS-NUMBER                     a repo that is deleted, or was until its process ended
 //! ```
 //!
 //! Every name is a [`FileName`]; what the hub sends becomes one, or nothing is written. Nothing is written through a link
@@ -19,6 +20,9 @@ use steersman_files::{FileName, FilePath};
 
 /// Begins the name of the folder of a model.
 pub const PREFIX: &str = "models--";
+
+/// Begins the name of a folder that is being deleted.
+const REMOVING: &str = ".removing-";
 
 /// Most bytes of a reference: a commit has 40.
 const REFERENCE_BYTES: u64 = 1 << 10;
@@ -143,15 +147,29 @@ impl RepoFolder {
         Ok(file)
     }
 
-    /// Deletes the folder with all commits. First it gets the name `removing`, as a folder that is removed halfway must
-    /// not be taken for a model.
+    /// Deletes the folder with all commits. First it gets another name, as a folder that is removed halfway must not be
+    /// taken for a model. What an earlier removal left behind is deleted, too.
     ///
     /// # Errors
     /// If the system refuses.
-    pub fn remove(&self, removing: &Path) -> io::Result<()> {
-        fs::rename(&self.root, removing)?;
+    pub fn remove(&self) -> io::Result<()> {
+        let cache = self.root.parent().unwrap_or(Path::new("."));
+        for rest in rests_of_removals(cache)? {
+            // Another process may delete it now; what cannot be deleted stays in nobody's way.
+            let _ = fs::remove_dir_all(rest);
+        }
+        // The number of a process is that of an earlier one, too: in a container, of all of them.
+        let mut names =
+            (0u64..).map(|n| cache.join(format!("{REMOVING}{}-{n}", std::process::id())));
+        let free = names.find(|path| fs::symlink_metadata(path).is_err());
+        let removing = free.ok_or_else(|| io::Error::other("no name is free"))?;
+        fs::rename(&self.root, &removing)?;
         let _ = fs::remove_dir_all(&self.locks);
-        fs::remove_dir_all(removing)
+        match fs::remove_dir_all(&removing) {
+            // Another process deletes the rests of this one.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            removed => removed,
+        }
     }
 
     /// The folder with everything of the repo.
@@ -183,6 +201,16 @@ impl RepoFolder {
         }
         Ok(())
     }
+}
+
+/// The folders in `cache` that removals have not deleted to the end.
+fn rests_of_removals(cache: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_rest = |entry: &fs::DirEntry| {
+        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(REMOVING));
+        is_named && entry.file_type().is_ok_and(|kind| kind.is_dir())
+    };
+    let entries = fs::read_dir(cache)?.flatten();
+    Ok(entries.filter(is_rest).map(|entry| entry.path()).collect())
 }
 
 /// Whether `text` is a digest in hex digits of `length` characters.
