@@ -44,6 +44,7 @@ pub fn run(
         families: model_types(),
         numbers: models::numbers(&config)?,
         memory_limit: Machine::of(&config)?.memory_limit,
+        room: hub::room(&config),
     };
     match task {
         Task::List(options) => command::list(&sources, options, out),

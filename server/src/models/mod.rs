@@ -56,6 +56,8 @@ pub struct Models {
     policies: Arc<Policies>,
     /// How engines keep weights.
     numbers: Numbers,
+    /// Bytes by which a short name without a size gets one; 0, and with it the smallest, until `load` knows them.
+    room: u64,
     upstreams: Vec<Upstream>,
 }
 
@@ -152,9 +154,9 @@ impl Models {
         let profiles = engine.info().profiles.clone();
         let (served, of_profile, aliases) = (Arc::default(), BTreeMap::new(), Arc::default());
         let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
-        let (recipes, upstreams) = (None, Vec::new());
+        let (recipes, upstreams, room) = (None, Vec::new(), 0);
         let mut models =
-            Self { pool, served, recipes, of_profile, aliases, policies, numbers, upstreams };
+            Self { pool, served, recipes, of_profile, aliases, policies, numbers, room, upstreams };
         models.add_loaded(engine, &profiles, bytes, files);
         models
     }
@@ -424,6 +426,11 @@ impl Models {
     /// How engines keep weights.
     pub fn numbers(&self) -> Numbers {
         self.numbers
+    }
+
+    /// Bytes by which a short name without a size gets one, as when the server started.
+    pub fn room(&self) -> u64 {
+        self.room
     }
 
     /// Waits until an engine that was loaded on demand cannot go on; then the process should end.

@@ -50,6 +50,7 @@ fn sources(root: &Path) -> Sources {
         families: vec!["llama", "qwen3"],
         numbers: Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel },
         memory_limit: 1 << 30,
+        room: 6 << 30,
     }
 }
 
