@@ -1,4 +1,6 @@
-//! `steersman list`, `show`, `pull` and `rm`: the models on this machine.
+//! `steersman list`, `show`, `pull` and `rm`: the models on this machine. `steersman search`: those on the hub.
+
+mod search;
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -15,6 +17,8 @@ use crate::hub::{self, Hub, Plan};
 use crate::machine;
 use crate::named::{NamedAs, folder, name_of_folder, named_as, split_id};
 use crate::snapshots::{self, Snapshot, similar};
+
+pub use self::search::{Search, search};
 
 /// Tokens of the request that a model is expected to have room for.
 const REQUEST_TOKENS: u64 = 8192;
@@ -407,9 +411,7 @@ impl Needs {
         let config = plan.snapshot.join("config.json");
         let config = steersman_files::read_text(&config, CONFIG_BYTES).unwrap_or_default();
         let is_packed = plan.is_gguf() || config.contains("\"quantization");
-        // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
-        let float_bytes = numbers.short_float_bytes();
-        let memory = if is_packed { weights + weights / 8 } else { weights / 2 * float_bytes };
+        let memory = in_memory(weights, is_packed, numbers);
         // With a scale and a bias of 16 bits for 64 numbers.
         let packed = |bits: u64| weights / 32 * (2 * bits + 1);
         let limit = memory_limit;
@@ -468,6 +470,15 @@ impl Needs {
             let _ = write!(text, "; with {bits} bits they would fit: look for such a repo");
         }
         text
+    }
+}
+
+/// Bytes in memory of weights that take `bytes` in files, as an estimate.
+fn in_memory(bytes: u64, is_packed: bool, numbers: Numbers) -> u64 {
+    // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
+    match is_packed {
+        true => bytes.saturating_add(bytes / 8),
+        false => (bytes / 2).saturating_mul(numbers.short_float_bytes()),
     }
 }
 

@@ -78,7 +78,10 @@ pub fn model_id(name: &str, room: u64) -> Result<&str> {
             let names = catalogue::names();
             let near = near(name.split(':').next().unwrap_or(name), &names);
             let advice = match near.is_empty() {
-                true => format!("the short names are {}", names.join(", ")),
+                true => format!(
+                    "the short names are {}; `steersman search WORDS` finds others",
+                    names.join(", ")
+                ),
                 false => format!("did you mean {}?", near.join(" or ")),
             };
             bail!(
