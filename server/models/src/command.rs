@@ -18,7 +18,7 @@ use crate::machine;
 use crate::named::{NamedAs, folder, name_of_folder, named_as, split_id};
 use crate::snapshots::{self, Snapshot, similar};
 
-pub use self::search::{Search, search};
+pub use self::search::{Fit, Search, search};
 
 /// Tokens of the request that a model is expected to have room for.
 const REQUEST_TOKENS: u64 = 8192;

@@ -41,7 +41,7 @@ use self::client::{Client, HubError, Times};
 pub use self::client::{Stop, is_disk_full};
 use self::plan::{INDEX, Info, LIST_BYTES, Sibling, shards};
 pub use self::plan::{Plan, Progress, Wanted};
-pub use self::search::{Form, Match, Weights};
+pub use self::search::{Form, Match, Weights, check_words};
 use self::transfer::Failure;
 pub use crate::named::is_repo_id;
 use crate::named::{is_model_id, split_id};

@@ -8,6 +8,7 @@ use indicatif::HumanBytes;
 use serde_json::{Value, json};
 
 use super::{Sources, in_memory, table};
+use crate::facts::Numbers;
 use crate::hub::{Form, Match};
 
 /// Search Hugging Face for models, and say which this machine can serve. Downloads nothing.
@@ -21,64 +22,66 @@ pub struct Search {
     pub(super) json: bool,
 }
 
-/// What this machine makes of a model on the hub.
-struct Judged<'a> {
-    found: &'a Match,
+/// Whether this machine can serve a model on the hub.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fit {
     /// Whether the engine loads its family; `None` if the hub does not tell the family.
-    is_supported: Option<bool>,
+    pub is_supported: Option<bool>,
     /// Bytes of the weights in memory, as an estimate.
-    memory: Option<u64>,
-    /// Whether they fit, if the family is supported.
-    fits: Option<bool>,
+    pub memory: Option<u64>,
+    /// Whether it can be loaded, and its weights fit.
+    pub fits: Option<bool>,
 }
 
-impl<'a> Judged<'a> {
-    fn new(sources: &Sources, found: &'a Match) -> Self {
-        let family = found.family.as_deref();
-        let is_supported = family.map(|family| sources.families.contains(&family));
-        let memory = found
-            .weights
-            .map(|weights| in_memory(weights.bytes, weights.form != Form::Floats, sources.numbers));
+impl Fit {
+    /// That of `found`, where the engine loads `families` and weights may take `limit` bytes.
+    pub fn of(found: &Match, families: &[&str], numbers: Numbers, limit: u64) -> Self {
+        let is_supported = found.family.as_deref().map(|family| families.contains(&family));
+        let bytes = |form: Form, bytes: u64| in_memory(bytes, form != Form::Floats, numbers);
+        let memory = found.weights.map(|weights| bytes(weights.form, weights.bytes));
         let fits = match is_supported {
-            Some(true) => memory.map(|memory| memory <= sources.memory_limit),
+            Some(true) => memory.map(|memory| memory <= limit),
             Some(false) => Some(false),
             None => None,
         };
-        Self { found, is_supported, memory, fits }
+        Self { is_supported, memory, fits }
     }
 
-    fn row(&self) -> [String; 6] {
-        let Match { repo_id, downloads, family, weights } = self.found;
-        let text = |value: Option<String>| value.unwrap_or_else(|| "-".into());
-        let fits = match (self.is_supported, self.fits) {
+    fn text(self) -> &'static str {
+        match (self.is_supported, self.fits) {
             (Some(false), _) => "not supported",
             (_, Some(true)) => "yes",
             (_, Some(false)) => "no",
             (_, None) => "-",
-        };
-        [
-            repo_id.clone(),
-            text(weights.map(|weights| HumanBytes(weights.bytes).to_string())),
-            text(family.clone()),
-            text(weights.map(|weights| weights.form.to_string())),
-            fits.into(),
-            downloads.to_string(),
-        ]
+        }
     }
+}
 
-    fn object(&self) -> Value {
-        let Match { repo_id, downloads, family, weights } = self.found;
-        json!({
-            "name": repo_id,
-            "size": weights.map(|weights| weights.bytes),
-            "family": family,
-            "weights": weights.map(|weights| weights.form.to_string()),
-            "supported": self.is_supported,
-            "memory": self.memory,
-            "fits": self.fits,
-            "downloads": downloads,
-        })
-    }
+fn row(found: &Match, fit: Fit) -> [String; 6] {
+    let Match { repo_id, downloads, family, weights } = found;
+    let text = |value: Option<String>| value.unwrap_or_else(|| "-".into());
+    [
+        repo_id.clone(),
+        text(weights.map(|weights| HumanBytes(weights.bytes).to_string())),
+        text(family.clone()),
+        text(weights.map(|weights| weights.form.name().into())),
+        fit.text().into(),
+        downloads.to_string(),
+    ]
+}
+
+fn object(found: &Match, fit: Fit) -> Value {
+    let Match { repo_id, downloads, family, weights } = found;
+    json!({
+        "name": repo_id,
+        "size": weights.map(|weights| weights.bytes),
+        "family": family,
+        "weights": weights.map(|weights| weights.form.name()),
+        "supported": fit.is_supported,
+        "memory": fit.memory,
+        "fits": fit.fits,
+        "downloads": downloads,
+    })
 }
 
 /// Prints the models on the hub that have the words in their names.
@@ -88,9 +91,9 @@ impl<'a> Judged<'a> {
 pub fn search(sources: &Sources, options: &Search, out: &mut impl Write) -> Result<()> {
     let words = options.words.join(" ");
     let found = sources.hub.search(&words)?;
-    let judged = found.iter().map(|found| Judged::new(sources, found));
+    let fit = |found| Fit::of(found, &sources.families, sources.numbers, sources.memory_limit);
     if options.json {
-        let rows: Vec<_> = judged.map(|judged| judged.object()).collect();
+        let rows: Vec<_> = found.iter().map(|found| object(found, fit(found))).collect();
         writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
         return Ok(());
     }
@@ -99,9 +102,8 @@ pub fn search(sources: &Sources, options: &Search, out: &mut impl Write) -> Resu
         return Ok(());
     }
     let titles = ["NAME", "SIZE", "FAMILY", "WEIGHTS", "FITS", "DOWNLOADS"];
-    let rows: Vec<_> = std::iter::once(titles.map(String::from))
-        .chain(judged.map(|judged| judged.row()))
-        .collect();
+    let mut rows = vec![titles.map(String::from)];
+    rows.extend(found.iter().map(|found| row(found, fit(found))));
     write!(out, "{}", table(&rows))?;
     Ok(())
 }

@@ -66,13 +66,29 @@ pub enum Form {
     Gguf,
 }
 
-impl fmt::Display for Form {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Form {
+    /// Its name in lists.
+    pub fn name(self) -> &'static str {
+        match self {
             Self::Floats => "floats",
             Self::Packed => "packed",
             Self::Gguf => "GGUF",
-        })
+        }
+    }
+}
+
+/// `words` for a search, without spaces around them.
+///
+/// # Errors
+/// If there are none, or too many.
+pub fn check_words(words: &str) -> Result<&str, String> {
+    let words = words.trim();
+    match words.len() {
+        0 => Err("there are no words to search for".into()),
+        bytes if bytes > WORD_BYTES => {
+            Err(format!("the words have {bytes} bytes, and {WORD_BYTES} at most are allowed"))
+        }
+        _ => Ok(words),
     }
 }
 
@@ -82,13 +98,7 @@ impl Hub {
     /// # Errors
     /// If there are no words or too many, or the hub must not be asked, cannot be reached, or answers wrong.
     pub fn search(&self, words: &str) -> Result<Vec<Match>> {
-        let words = words.trim();
-        ensure!(!words.is_empty(), "there are no words to search for");
-        let bytes = words.len();
-        ensure!(
-            bytes <= WORD_BYTES,
-            "the words have {bytes} bytes, and {WORD_BYTES} at most are allowed"
-        );
+        let words = check_words(words).map_err(|problem| anyhow!(problem))?;
         ensure!(
             !self.offline,
             "HF_HUB_OFFLINE forbids asking {}; `steersman list` has the models on this machine",
