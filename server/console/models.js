@@ -3,6 +3,7 @@
 import { ApiError, events, get, post, send } from "./api.js";
 import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, code, text } from "./dom.js";
 import { ACCOUNTS, poll, usedBytes } from "./requests.js";
+import { search } from "./search.js";
 
 const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
 
@@ -62,7 +63,7 @@ function fill(card, item) {
     h("dl", { class: "facts" }, facts));
 }
 
-/** The form that downloads a model, and how far a download is, whoever asked for it. Returns the element, and `draw(running)`, which gets what `GET /v1/models/pull` says. `ended()` is called when a download has ended. */
+/** The form that downloads a model, and how far a download is, whoever asked for it. Returns the element, `draw(running)`, which gets what `GET /v1/models/pull` says, and `download(model)`. `ended()` is called when a download has ended. */
 function pull(state, ended) {
   const input = h("input", { id: "repo", type: "text", placeholder: "owner/name or qwen3:4b", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+", disabled: !state.isOperator });
   const button = h("button", { class: "primary", disabled: !state.isOperator }, "Download");
@@ -92,9 +93,11 @@ function pull(state, ended) {
     stop.disabled = false;
   }
 
-  const submit = async (event) => {
-    event.preventDefault();
-    const repo = input.value.trim();
+  async function download(repo) {
+    if (button.disabled) {
+      toast("Another download is running", "bad");
+      return;
+    }
     let hasEnded = false;
     isAsking = true;
     button.disabled = true;
@@ -127,6 +130,10 @@ function pull(state, ended) {
     else others = repo;
     if (hasEnded) ended();
     button.disabled = false;
+  }
+  const submit = (event) => {
+    event.preventDefault();
+    return download(input.value.trim());
   };
 
   function draw(running) {
@@ -147,7 +154,7 @@ function pull(state, ended) {
   const element = h("section", { class: "card", "aria-labelledby": "pull-title" }, h("h2", { id: "pull-title" }, "Download a model"),
     h("form", { class: "inline", onsubmit: submit }, h("label", { for: "repo" }, "Repo on the Hugging Face hub"), h("div", { class: "row" }, input, button)),
     h("p", { class: "muted small" }, state.isOperator ? "Files go to the cache that Hugging Face's tools share. A download that was interrupted continues." : "Downloads need an operator's key."), shown);
-  return { element, draw };
+  return { element, draw, download };
 }
 
 /** The models in the cache of this machine, for operators. `load(id)` loads one that is served. Returns the element, and `read()`, which lists them anew. */
@@ -230,7 +237,7 @@ export function models(element, state) {
     h("section", { class: "card", "aria-labelledby": "memory-title" }, h("h2", { id: "memory-title" }, "Memory"), accounts),
     h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
     download.element,
-    ...(state.isOperator ? [files.element] : []),
+    ...(state.isOperator ? [search(download.download), files.element] : []),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
   if (state.isOperator) files.read();
   /** Models that a button of this page loads or unloads, with what it does. */

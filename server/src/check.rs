@@ -97,11 +97,12 @@ fn problems(
     // Without a problem of the text, those of its values are still to be found.
     let mut problems = if located.is_empty() { file.problems() } else { Vec::new() };
     let (server, mut config) = file.split();
+    let room = hub::room(&config);
     for (key, model) in models(&server, &config) {
-        match hub::is_here(model) {
+        match hub::is_here(model, room) {
             // A server says so, and starts.
             Ok(true) if key != "speculation.draft_model" => {
-                let context = hub::context_of(model);
+                let context = hub::context_of(model, room);
                 let note = context.and_then(|model| context_note(config.engine.context, model));
                 if let Some(note) = note {
                     writeln!(out, "warning: {key}: {note}")?;
@@ -436,7 +437,7 @@ mod tests {
             assert!(passed, "{printed}");
             printed
         };
-        let most = hub::context_of("").expect("the bundled model tells");
+        let most = hub::context_of("", 0).expect("the bundled model tells");
         let note = context_note(most + 1, most).unwrap();
         assert!(printed(most + 1).starts_with(&format!("warning: model.path: {note}\n")));
         for fits in [0, most] {

@@ -14,7 +14,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::bench::{model, shape};
 use steersman::config::FileConfig;
-use steersman::manage::{List, Pull, Remove, Show};
+use steersman::manage::{List, Pull, Remove, Search, Show};
 use steersman::mcp::command;
 use steersman::{cache, environment, keys, talk};
 use steersman_engine::config::Device;
@@ -55,6 +55,9 @@ pub enum Command {
     /// Remove a downloaded model.
     #[command(after_help = "Example:\n  steersman rm mlx-community/Qwen3.5-4B-MLX-4bit")]
     Rm(Managed<Remove>),
+    /// Search Hugging Face for models, the most downloaded first, and say which this machine can serve.
+    #[command(after_help = "Example:\n  steersman search qwen3 4bit")]
+    Search(Managed<Search>),
     /// Report what this machine has, what the server chooses by it and why, and what to change.
     #[command(after_help = "Example:\n  steersman doctor mlx-community/Qwen3.5-4B-MLX-4bit")]
     Doctor(Doctor),

@@ -45,6 +45,7 @@ files!(
     "markdown.js",
     "message.js",
     "reply.js",
+    "search.js",
     "settings.js",
     "storage.js",
     "transfer.js",

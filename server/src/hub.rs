@@ -4,7 +4,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use steersman_engine::tools::model_types;
+use steersman_engine::config::Config;
+use steersman_engine::tools::{Machine, model_types};
+use steersman_models::catalogue;
 use steersman_models::command::choice;
 use steersman_models::facts::Facts;
 pub use steersman_models::hub::Hub;
@@ -23,40 +25,51 @@ pub struct Found {
     pub bundled: bool,
 }
 
+/// Bytes by which a short name without a size gets one in all that follows: what models may take of the memory of the
+/// device in `config`. Without that device, loading says so.
+pub fn room(config: &Config) -> u64 {
+    let gpu = Machine::of(config).ok().and_then(|machine| machine.gpu_bytes);
+    catalogue::room(gpu, config.engine.memory_limit_bytes)
+}
+
 /// Finds the model that `[model] path` or `--model` names, downloading a repo that is not cached. Says on stderr which
 /// size a short name without one stands for.
 ///
 /// # Errors
 /// If the model does not exist, is of a family that cannot be loaded, or cannot be downloaded; the message says what
 /// to do.
-pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
-    if let Some(choice) = choice(path) {
+pub fn find(path: &str, room: u64, data_dir: &Path) -> Result<Found> {
+    if let Some(choice) = choice(path, room) {
         // Nobody may read it.
         let _ = writeln!(std::io::stderr(), "{choice}");
     }
-    find_with(path, data_dir, |repo| Hub::from_env().fetch(repo, &model_types()))
+    find_with(path, room, data_dir, |repo| Hub::from_env().fetch(repo, &model_types()))
 }
 
 /// What `path` is, the name of the bundled model included.
 ///
 /// # Errors
 /// If it names no model.
-pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
-    let is_bundled = path == bundled::NAME && !Path::new(path).exists();
-    named::named_as(if is_bundled { "" } else { path })
+pub fn named_as(path: &str, room: u64) -> Result<NamedAs<'_>> {
+    named::named_as(if is_bundled(path) { "" } else { path }, room)
+}
+
+/// Whether `path` is the name of the bundled model, or empty.
+fn is_bundled(path: &str) -> bool {
+    path.is_empty() || (path == bundled::NAME && !Path::new(path).exists())
 }
 
 /// Whether the files of the model that `path` names are on this machine; otherwise they would be downloaded.
 ///
 /// # Errors
 /// If `path` names no model, or may not be downloaded.
-pub fn is_here(path: &str) -> Result<bool> {
-    if let NamedAs::Nothing = named_as(path)? { Ok(true) } else { named::is_here(path) }
+pub fn is_here(path: &str, room: u64) -> Result<bool> {
+    if is_bundled(path) { Ok(true) } else { named::is_here(path, room) }
 }
 
 /// Tokens of the context of the model that `path` names, if its files are on this machine and tell.
-pub fn context_of(path: &str) -> Option<usize> {
-    let folder = match named_as(path).ok()? {
+pub fn context_of(path: &str, room: u64) -> Option<usize> {
+    let folder = match named_as(path, room).ok()? {
         NamedAs::Nothing => return bundled::context(),
         NamedAs::Folder(folder) => folder,
         NamedAs::Repo(repo) => Hub::from_env().cached(repo)?,
@@ -68,17 +81,18 @@ pub fn context_of(path: &str) -> Option<usize> {
 ///
 /// # Errors
 /// If the model does not exist or is not on this machine.
-pub fn find_here(path: &str, data_dir: &Path) -> Result<Found> {
-    find_with(path, data_dir, |repo| Hub::from_env().cached_or_error(repo))
+pub fn find_here(path: &str, room: u64, data_dir: &Path) -> Result<Found> {
+    find_with(path, room, data_dir, |repo| Hub::from_env().cached_or_error(repo))
 }
 
 fn find_with(
     path: &str,
+    room: u64,
     data_dir: &Path,
     folder_of: impl FnOnce(&str) -> Result<PathBuf>,
 ) -> Result<Found> {
     let name = name_of(path);
-    let (folder, bundled) = match named_as(path)? {
+    let (folder, bundled) = match named_as(path, room)? {
         NamedAs::Nothing => (bundled::unpack(data_dir)?, true),
         NamedAs::Folder(folder) => (folder, false),
         NamedAs::Repo(repo) => (folder_of(repo)?, false),
@@ -88,9 +102,26 @@ fn find_with(
 
 /// The name of the model in `path` for clients, unless the configuration gives it another one.
 pub fn name_of(path: &str) -> String {
-    match named_as(path) {
-        Ok(NamedAs::Nothing) => bundled::NAME.into(),
-        Ok(NamedAs::Folder(folder)) => name_of_folder(&folder),
-        Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
+    match named::folder(path) {
+        _ if is_bundled(path) => bundled::NAME.into(),
+        Some(folder) => name_of_folder(&folder),
+        None => path.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_engine::config::Device;
+    use steersman_models::machine::memory_bytes;
+
+    use super::*;
+
+    #[test]
+    fn the_device_of_the_configuration_has_the_room_for_a_model() {
+        let mut config = Config::default();
+        config.model.device = Device::Cpu;
+        assert_eq!(room(&config), memory_bytes().unwrap() / 10 * 6);
+        config.engine.memory_limit_bytes = 1 << 30;
+        assert_eq!(room(&config), 1 << 30);
     }
 }

@@ -88,6 +88,7 @@ fn main() -> ExitCode {
         Command::Show(options) => managed(options, Task::Show),
         Command::Pull(options) => managed(options, Task::Pull),
         Command::Rm(options) => managed(options, Task::Rm),
+        Command::Search(options) => managed(options, Task::Search),
         Command::Completions(options) => completions(options.shell, &mut std::io::stdout()),
     };
     match done {

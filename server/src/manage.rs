@@ -1,4 +1,4 @@
-//! `steersman list`, `show`, `pull` and `rm`: what these commands know of the configuration and the machine.
+//! `steersman list`, `show`, `pull`, `rm` and `search`: what these commands know of the configuration and the machine.
 //! The commands are in [`steersman_models::command`].
 
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 use steersman_engine::tools::{Machine, model_types};
 use steersman_models::command::{self, Configured, Sources};
-pub use steersman_models::command::{List, Pull, Remove, Show};
+pub use steersman_models::command::{List, Pull, Remove, Search, Show};
 use steersman_models::hub::Hub;
 
 use crate::config::FileConfig;
@@ -23,6 +23,8 @@ pub enum Task {
     Pull(Pull),
     /// `steersman rm`
     Rm(Remove),
+    /// `steersman search`
+    Search(Search),
 }
 
 /// Runs a command. The bundled model is unpacked to `data_dir`.
@@ -44,12 +46,14 @@ pub fn run(
         families: model_types(),
         numbers: models::numbers(&config)?,
         memory_limit: Machine::of(&config)?.memory_limit,
+        room: hub::room(&config),
     };
     match task {
         Task::List(options) => command::list(&sources, options, out),
         Task::Show(options) => command::show(&sources, options, out),
         Task::Pull(options) => command::pull(&sources, options, out),
         Task::Rm(options) => command::remove(&sources, options, out),
+        Task::Search(options) => command::search(&sources, options, out),
     }
 }
 

@@ -348,6 +348,61 @@ export default {
     await context.close();
   },
 
+  async "the hub is searched, and what was found is downloaded by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    const search = page.getByRole("button", { name: "Search", exact: true });
+    await page.fill("#words", "qwen3");
+    await search.click();
+    // The server of the tests must not ask the hub.
+    await page.waitForSelector(".notice:has-text('HF_HUB_OFFLINE forbids')");
+    await check(page, seen, "a search that failed");
+    // A hub is not needed to show what the server finds; tests/http/pull.rs has its answers.
+    let asked;
+    const model = (name, more) => ({ model: name, bytes: 2048, family: "qwen3", weights: "packed", supported: true, memory: 2304, fits: true, downloads: 12345, ...more });
+    let models = [
+      model("owner/small"),
+      model("owner/large", { fits: false }),
+      model("owner/other", { family: "florence2", supported: false, fits: false }),
+      model("owner/unknown", { bytes: null, family: null, weights: null, supported: null, memory: null, fits: null, downloads: 0 }),
+    ];
+    await page.route("**/v1/search?*", (route) => {
+      asked = new URL(route.request().url()).searchParams.get("words");
+      return route.fulfill({ contentType: "application/json", body: JSON.stringify({ models }) });
+    });
+    await page.fill("#words", " qwen3 4bit&x ");
+    await page.keyboard.press("Enter");
+    const rows = page.locator("section[aria-labelledby=search-title] tbody tr");
+    await rows.nth(3).waitFor();
+    assert.equal(asked, "qwen3 4bit&x");
+    assert.equal(await page.locator(".notice:has-text('HF_HUB_OFFLINE')").count(), 0);
+    const cells = await rows.evaluateAll((rows) => rows.map((row) => [...row.cells].slice(0, 6).map((cell) => cell.textContent)));
+    assert.deepEqual(cells, [
+      ["owner/small", "2.0 KiB", "qwen3", "packed", "yes", "12,345"],
+      ["owner/large", "2.0 KiB", "qwen3", "packed", "no", "12,345"],
+      ["owner/other", "2.0 KiB", "florence2", "packed", "not supported", "12,345"],
+      ["owner/unknown", "–", "–", "–", "–", "0"],
+    ]);
+    assert.ok(await page.getByRole("button", { name: "Download owner/other" }).isDisabled());
+    await check(page, seen, "a search");
+    await page.screenshot({ path: join(pictures, "models-search.png"), fullPage: true });
+    let pulled;
+    await page.route("**/v1/models/pull", (route) => {
+      if (route.request().method() !== "POST") return route.fulfill({ contentType: "application/json", body: '{"running": null}' });
+      pulled = route.request().postDataJSON().model;
+      return route.fulfill({ contentType: "text/event-stream", body: 'data: {"status": "success", "folder": "/cache/small"}\n\n' });
+    });
+    await page.getByRole("button", { name: "Download owner/small" }).click();
+    await page.waitForFunction(() => document.querySelector(".progress [role=status]").textContent.includes("owner/small is in /cache/small"));
+    assert.equal(pulled, "owner/small");
+    models = [];
+    await search.click();
+    await page.waitForSelector("section[aria-labelledby=search-title] .empty:has-text('Nothing found'):visible");
+    assert.equal(await rows.count(), 0);
+    await page.unrouteAll({ behavior: "wait" });
+    await context.close();
+  },
+
   async "models on the disk are listed, served, loaded and removed by clicking"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     // No hub is reached: the cache is that of the machine, whose files no test removes.

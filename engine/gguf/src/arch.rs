@@ -65,6 +65,11 @@ pub(crate) enum Change {
     Row,
 }
 
+/// The family (`model_type`) that computes the architecture of llama.cpp called `name`, if it can be read.
+pub fn family_of(name: &str) -> Option<&'static str> {
+    ARCHITECTURES.iter().find(|known| known.name == name).map(|known| known.model_type)
+}
+
 /// Every architecture that can be read.
 pub(crate) const ARCHITECTURES: &[Architecture] = &[
     Architecture {

@@ -35,6 +35,7 @@ pub mod quants;
 pub mod reader;
 mod tokenizer;
 
+pub use arch::family_of;
 pub use error::{Error, Result};
 pub use model::{Data, Floats, Form, Model, Tensor};
 pub use parts::Part;

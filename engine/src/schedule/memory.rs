@@ -325,6 +325,9 @@ pub struct Machine {
     pub memory_limit: u64,
     /// What sets this limit: a key, or the machine.
     pub limit_set_by: &'static str,
+    /// Most bytes of arrays on its GPU, whatever else runs and the configuration allows; `None` if MLX computes on the
+    /// CPU.
+    pub gpu_bytes: Option<u64>,
     /// Whether MLX computes on the CPU.
     pub on_cpu: bool,
     /// Bytes of a float of weights and caches.
@@ -344,7 +347,8 @@ impl Machine {
             config::Dtype::Auto | config::Dtype::Bf16 | config::Dtype::F16 => 2,
         };
         let (memory_limit, limit_set_by) = find_limit(config.engine.memory_limit_bytes)?;
-        Ok(Self { memory_limit, limit_set_by, on_cpu, float_bytes })
+        let gpu_bytes = if on_cpu { None } else { Some(device_limit()?.0) };
+        Ok(Self { memory_limit, limit_set_by, gpu_bytes, on_cpu, float_bytes })
     }
 }
 
@@ -386,11 +390,16 @@ pub fn check_weights(configured: u64, folder: &Path) -> Result<()> {
 /// Most bytes of arrays, and what sets this limit.
 pub fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
     let machine = match configured {
-        0 => device::array_limit(machine_limit()?, DeviceInfo::of_gpu().as_ref()),
+        0 => device_limit()?,
         bytes => (bytes, "engine.memory_limit_bytes"),
     };
     let limits = process_limits(active()?);
     Ok(limits.into_iter().chain([machine]).min().expect("there is at least one limit"))
+}
+
+/// Most bytes of arrays on this machine, whatever else runs, and what sets this limit.
+fn device_limit() -> Result<(u64, &'static str)> {
+    Ok(device::array_limit(machine_limit()?, DeviceInfo::of_gpu().as_ref()))
 }
 
 /// The limits on the process and its container, as far as they bound `arrays` bytes of arrays and further ones.
@@ -466,6 +475,23 @@ mod tests {
         // What has ended before does not count; what still runs does.
         assert!(begin(Some(&loading)).is_alone());
         assert!(!begin(None).is_alone());
+    }
+
+    #[test]
+    fn a_gpu_has_the_memory_of_its_own_and_a_cpu_that_of_the_machine() {
+        let of = |device| {
+            let mut config = Config::default();
+            config.model.device = device;
+            config.engine.memory_limit_bytes = 1 << 20;
+            Machine::of(&config)
+        };
+        let cpu = of(config::Device::Cpu).unwrap();
+        assert!(cpu.on_cpu && cpu.gpu_bytes.is_none(), "{cpu:?}");
+        // Without a GPU it is an error.
+        if let Ok(gpu) = of(config::Device::Gpu) {
+            assert_eq!(gpu.memory_limit, 1 << 20);
+            assert!(gpu.gpu_bytes.unwrap() > 1 << 30, "{gpu:?}");
+        }
     }
 
     #[test]

@@ -60,20 +60,20 @@ pub const CATALOGUE: &[Entry] = &[
     entry("gpt-oss", "20b", "mlx-community/gpt-oss-20b-MXFP4-Q8", 12_200, "MXFP4, 8 bits"),
 ];
 
-/// Tenths of the memory that weights and requests may take. The rest is for the system and other
+/// Tenths of the machine's memory that weights and requests may take. The rest is for the system and other
 /// programs.
 const MEMORY_TENTHS: u64 = 6;
 
 /// Bytes for requests and the prefix cache.
 const REQUEST_BYTES: u64 = 2 << 30;
 
-/// The model that a short name stands for, and how the name was written.
+/// What a short name stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Named {
-    /// The model.
-    pub entry: &'static Entry,
-    /// Whether the name has a size; otherwise this machine's memory chose it.
-    pub has_size: bool,
+pub enum Named {
+    /// A name with a size: one model.
+    One(&'static Entry),
+    /// A name without a size: all of them, the smallest first.
+    Any(&'static [Entry]),
 }
 
 impl fmt::Display for Entry {
@@ -85,57 +85,69 @@ impl fmt::Display for Entry {
 }
 
 impl Named {
+    /// The model. Of several sizes it is the largest that has [`room`] in so many bytes, or else the smallest.
+    pub fn entry(self, room: u64) -> &'static Entry {
+        match self {
+            Self::One(entry) => entry,
+            Self::Any(sizes) => {
+                sizes.iter().rfind(|entry| fits(entry.bytes, room)).unwrap_or(&sizes[0])
+            }
+        }
+    }
+
     /// What a user is told about a name without a size: which one was chosen, and the others.
-    pub fn choice(self) -> Option<String> {
-        let Self { entry, has_size } = self;
-        let others: Vec<_> = sizes(entry.name).filter(|size| *size != entry.size).collect();
-        (!has_size && !others.is_empty()).then(|| {
+    pub fn choice(self, room: u64) -> Option<String> {
+        let Self::Any(sizes) = self else { return None };
+        let entry = self.entry(room);
+        let others = sizes.iter().filter(|other| other.size != entry.size);
+        let others: Vec<_> = others.map(|other| other.size).collect();
+        (!others.is_empty()).then(|| {
             let (name, others) = (entry.name, others.join(", "));
             format!("{entry}: the size for this machine's memory; others, as {name}:SIZE: {others}")
         })
     }
 }
 
-/// The model with the short name `text`: `NAME:SIZE`, `NAME` or `NAME:latest` in letters of any
-/// case.
+/// What the short name `text` stands for: `NAME:SIZE`, `NAME` or `NAME:latest` in letters of any case.
 ///
 /// # Errors
 /// If the name is known and has no such size; with its sizes. `None` for another name.
 pub fn find(text: &str) -> Result<Option<Named>, String> {
-    find_within(text, machine::memory_bytes().unwrap_or(0))
-}
-
-fn find_within(text: &str, memory: u64) -> Result<Option<Named>, String> {
     let text = text.to_lowercase();
     let (name, size) = text.split_once(':').unwrap_or((&text, "latest"));
-    let mut of_name = CATALOGUE.iter().filter(|entry| entry.name == name).peekable();
-    if of_name.peek().is_none() {
-        return Ok(None);
+    let mut names = CATALOGUE.chunk_by(|one, next| one.name == next.name);
+    let Some(sizes) = names.find(|sizes| sizes[0].name == name) else { return Ok(None) };
+    if size == "latest" {
+        return Ok(Some(Named::Any(sizes)));
     }
-    if size != "latest" {
-        return match of_name.find(|entry| entry.size == size) {
-            Some(entry) => Ok(Some(Named { entry, has_size: true })),
-            None => {
-                let sizes = sizes(name).collect::<Vec<_>>().join(", ");
-                Err(format!("there is no `{text}`; sizes of {name}: {sizes}"))
-            }
-        };
+    match sizes.iter().find(|entry| entry.size == size) {
+        Some(entry) => Ok(Some(Named::One(entry))),
+        None => {
+            let sizes: Vec<_> = sizes.iter().map(|entry| entry.size).collect();
+            Err(format!("there is no `{text}`; sizes of {name}: {}", sizes.join(", ")))
+        }
     }
-    // Ordered by size: the smallest if none fits.
-    let smallest = of_name.peek().copied();
-    let fitting = of_name.rfind(|entry| fits(entry.bytes, memory));
-    Ok(fitting.or(smallest).map(|entry| Named { entry, has_size: false }))
 }
 
-/// Whether weights of `bytes` and requests take a part of `memory` that leaves room for others.
-fn fits(bytes: u64, memory: u64) -> bool {
+/// Bytes that weights and requests may take, by which a short name without a size gets one: those that a process may
+/// have of its GPU's memory, `gpu`, or without a GPU a part of the machine's memory. `limit` is the most that the
+/// configuration allows; 0 if it sets none.
+///
+/// What is free now is not asked: the same name is the same model at the next start.
+pub fn room(gpu: Option<u64>, limit: u64) -> u64 {
+    let room = gpu.unwrap_or_else(|| part_of(machine::memory_bytes().unwrap_or(0)));
+    if limit == 0 { room } else { room.min(limit) }
+}
+
+/// The part of the machine's memory that leaves room for others.
+fn part_of(memory: u64) -> u64 {
+    memory / 10 * MEMORY_TENTHS
+}
+
+/// Whether weights of `bytes` and requests take at most `room` bytes.
+fn fits(bytes: u64, room: u64) -> bool {
     // Some of what is in a file is larger in memory.
-    bytes + bytes / 8 + REQUEST_BYTES <= memory / 10 * MEMORY_TENTHS
-}
-
-/// The sizes of a name.
-fn sizes(name: &str) -> impl Iterator<Item = &'static str> {
-    CATALOGUE.iter().filter(move |entry| entry.name == name).map(|entry| entry.size)
+    bytes + bytes / 8 + REQUEST_BYTES <= room
 }
 
 /// The names without sizes, each once.
@@ -164,8 +176,7 @@ mod tests {
             // A name is found as it is printed, and is no path.
             assert!(!entry.name.contains(['/', ':', '@']), "{entry}");
             let text = format!("{}:{}", entry.name, entry.size);
-            let found = find_within(&text, 0).unwrap().unwrap();
-            assert_eq!(found, Named { entry, has_size: true });
+            assert_eq!(find(&text), Ok(Some(Named::One(entry))));
         }
         for name in names() {
             let bytes = CATALOGUE.iter().filter(|entry| entry.name == name);
@@ -187,28 +198,51 @@ mod tests {
 
     #[test]
     fn a_name_without_a_size_is_the_largest_that_fits() {
-        let size = |name: &str, gib: u64| {
-            let named = find_within(name, gib << 30).unwrap().unwrap();
-            assert!(!named.has_size);
-            named.entry.size
-        };
+        let named = |name: &str| find(name).unwrap().unwrap();
         for (gib, expected) in [(1, "0.6b"), (8, "4b"), (16, "8b"), (32, "14b"), (64, "30b")] {
-            assert_eq!(size("qwen3", gib), expected, "{gib} GiB");
-            assert_eq!(size("Qwen3:latest", gib), expected, "{gib} GiB");
+            let room = part_of(gib << 30);
+            assert_eq!(named("qwen3").entry(room).size, expected, "{gib} GiB");
+            assert_eq!(named("Qwen3:latest").entry(room).size, expected, "{gib} GiB");
+            assert_eq!(named("qwen3:1.7b").entry(room).size, "1.7b");
         }
-        let choice = find_within("qwen3", 16 << 30).unwrap().unwrap().choice().unwrap();
+        let choice = named("qwen3").choice(part_of(16 << 30)).unwrap();
         for words in ["qwen3:8b is mlx-community/Qwen3-8B-4bit (4 bits, about 4.63 GB)", "14b, 30b"]
         {
             assert!(choice.contains(words), "`{words}` is not in {choice}");
         }
-        assert_eq!(find_within("qwen3:8b", 0).unwrap().unwrap().choice(), None);
-        assert_eq!(find_within("gpt-oss", 0).unwrap().unwrap().choice(), None);
+        assert_eq!(named("qwen3:8b").choice(0), None);
+        assert_eq!(named("gpt-oss").choice(0), None);
+    }
+
+    /// The measure was the main memory: beside a GPU of 8 GB, a server with 256 GB got models that its GPU cannot hold.
+    #[test]
+    fn a_gpu_chooses_the_size_by_its_own_memory() {
+        let size = |room| find("qwen3").unwrap().unwrap().entry(room).size;
+        for (gpu, expected) in [
+            // What MLX allows on NVIDIA's GPUs of 8, 24 and 141 GB, and Metal on Macs with 8, 16 and 128 GB.
+            (7_600_000_000, "8b"),
+            (22_800_000_000, "30b"),
+            (133_900_000_000, "30b"),
+            (5_726_633_984, "4b"),
+            (11_453_251_584, "8b"),
+            (103_079_215_104, "30b"),
+        ] {
+            assert_eq!(room(Some(gpu), 0), gpu);
+            assert_eq!(size(room(Some(gpu), 0)), expected, "{gpu}");
+        }
+        // What the configuration allows is less than what there is.
+        assert_eq!(size(room(Some(133_900_000_000), 6 << 30)), "4b");
+        assert_eq!(room(Some(1 << 30), 6 << 30), 1 << 30);
+        // Without a GPU.
+        let memory = machine::memory_bytes().unwrap();
+        assert_eq!(room(None, 0), memory / 10 * 6);
+        assert_eq!(room(None, 1 << 20), 1 << 20);
     }
 
     #[test]
     fn sizes_that_do_not_exist_are_named() {
-        let error = find_within("qwen3:7b", 0).unwrap_err();
+        let error = find("qwen3:7b").unwrap_err();
         assert_eq!(error, "there is no `qwen3:7b`; sizes of qwen3: 0.6b, 1.7b, 4b, 8b, 14b, 30b");
-        assert_eq!(find_within("qwn3", 0), Ok(None));
+        assert_eq!(find("qwn3"), Ok(None));
     }
 }

@@ -1,4 +1,6 @@
-//! `steersman list`, `show`, `pull` and `rm`: the models on this machine.
+//! `steersman list`, `show`, `pull` and `rm`: the models on this machine. `steersman search`: those on the hub.
+
+mod search;
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -9,12 +11,14 @@ use clap::Args;
 use indicatif::HumanBytes;
 use serde_json::{Value, json};
 
-use crate::catalogue;
+use crate::catalogue::{self, Named};
 use crate::facts::{self, CACHE_TOKENS, CONFIG_BYTES, Facts, Numbers};
 use crate::hub::{self, Hub, Plan};
 use crate::machine;
-use crate::named::{NamedAs, name_of_folder, named_as, split_id};
+use crate::named::{NamedAs, folder, name_of_folder, named_as, split_id};
 use crate::snapshots::{self, Snapshot, similar};
+
+pub use self::search::{Fit, Search, search};
 
 /// Tokens of the request that a model is expected to have room for.
 const REQUEST_TOKENS: u64 = 8192;
@@ -85,6 +89,8 @@ pub struct Sources {
     pub numbers: Numbers,
     /// Most bytes of all weights and caches.
     pub memory_limit: u64,
+    /// Bytes by which a short name without a size gets one ([`catalogue::room`]).
+    pub room: u64,
 }
 
 /// A model that can be listed.
@@ -114,7 +120,7 @@ impl Sources {
             } else {
                 format!("{key} ({name})")
             };
-            let (folder, id) = match named_as(path) {
+            let (folder, id) = match named_as(path, self.room) {
                 _ if *path == self.bundled.0 => (Some(self.bundled.1.clone()), None),
                 Ok(NamedAs::Folder(folder)) => (Some(folder), None),
                 Ok(NamedAs::Nothing) => (Some(self.bundled.1.clone()), None),
@@ -155,7 +161,7 @@ impl Sources {
                 .find(|listed| listed.name == path)
                 .with_context(|| format!("{model} is missing"));
         }
-        let id = match named_as(model)? {
+        let id = match named_as(model, self.room)? {
             NamedAs::Folder(folder) => {
                 let (name, sources) = (name_of_folder(&folder), vec!["folder".into()]);
                 let state = "on disk";
@@ -184,10 +190,10 @@ impl Sources {
 
 /// The name of a model by its path.
 fn path_name(path: &str, bundled: &str) -> String {
-    match named_as(path) {
-        Ok(NamedAs::Nothing) => bundled.into(),
-        Ok(NamedAs::Folder(folder)) => name_of_folder(&folder),
-        Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
+    match folder(path) {
+        _ if path.is_empty() => bundled.into(),
+        Some(folder) => name_of_folder(&folder),
+        None => path.into(),
     }
 }
 
@@ -405,9 +411,7 @@ impl Needs {
         let config = plan.snapshot.join("config.json");
         let config = steersman_files::read_text(&config, CONFIG_BYTES).unwrap_or_default();
         let is_packed = plan.is_gguf() || config.contains("\"quantization");
-        // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
-        let float_bytes = numbers.short_float_bytes();
-        let memory = if is_packed { weights + weights / 8 } else { weights / 2 * float_bytes };
+        let memory = in_memory(weights, is_packed, numbers);
         // With a scale and a bias of 16 bits for 64 numbers.
         let packed = |bits: u64| weights / 32 * (2 * bits + 1);
         let limit = memory_limit;
@@ -469,9 +473,18 @@ impl Needs {
     }
 }
 
-/// What a user is told about a short name without a size; `None` for another name.
-pub fn choice(model: &str) -> Option<String> {
-    catalogue::find(model).ok()??.choice()
+/// Bytes in memory of weights that take `bytes` in files, as an estimate.
+fn in_memory(bytes: u64, is_packed: bool, numbers: Numbers) -> u64 {
+    // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
+    match is_packed {
+        true => bytes.saturating_add(bytes / 8),
+        false => (bytes / 2).saturating_mul(numbers.short_float_bytes()),
+    }
+}
+
+/// What a user is told about a short name without a size, which has `room`; `None` for another name.
+pub fn choice(model: &str, room: u64) -> Option<String> {
+    catalogue::find(model).ok()??.choice(room)
 }
 
 /// Downloads a model, with a progress bar.
@@ -484,10 +497,10 @@ pub fn pull(sources: &Sources, options: &Pull, out: &mut impl Write) -> Result<(
         writeln!(out, "{model} is part of the program: nothing is downloaded")?;
         return Ok(());
     }
-    if let Some(choice) = choice(model) {
+    if let Some(choice) = choice(model, sources.room) {
         writeln!(out, "{choice}")?;
     }
-    let repo = match named_as(model)? {
+    let repo = match named_as(model, sources.room)? {
         NamedAs::Repo(repo) => repo,
         NamedAs::Folder(path) => {
             writeln!(out, "{} is on this machine: nothing is downloaded", path.display())?;
@@ -521,8 +534,10 @@ pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Resu
     let model = &options.model;
     ensure!(*model != sources.bundled.0, "{model} is part of the program and cannot be removed");
     // A name without a size could mean another one than the user does.
-    let named = catalogue::find(model).ok().flatten().filter(|named| named.has_size);
-    let id = named.map_or(model.as_str(), |named| named.entry.repo);
+    let id = match catalogue::find(model) {
+        Ok(Some(Named::One(entry))) => entry.repo,
+        _ => model.as_str(),
+    };
     let (repo, tag) = split_id(id);
     let all = snapshots::list(&sources.hub)?;
     let in_cache = all.iter().find(|snapshot| snapshot.repo_id == repo);
@@ -537,7 +552,7 @@ pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Resu
             snapshot.models.len()
         );
     }
-    let is_user = |configured: &&Configured| match named_as(&configured.path) {
+    let is_user = |configured: &&Configured| match named_as(&configured.path, sources.room) {
         Ok(NamedAs::Repo(id)) => split_id(id).0 == repo,
         _ => configured.path == *model,
     };
@@ -548,7 +563,7 @@ pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Resu
         "the configuration names {model} ({}); with --force it is removed anyway",
         keys.join(", ")
     );
-    if in_cache.is_none() && matches!(named_as(model), Ok(NamedAs::Folder(_))) {
+    if in_cache.is_none() && folder(model).is_some() {
         bail!("{model} is a folder of yours, not in the cache: remove it yourself");
     }
     let removed = snapshots::remove(&sources.hub, repo)?;

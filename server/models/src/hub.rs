@@ -17,12 +17,14 @@
 //! plan.rs     which files a download consists of
 //! gguf.rs     which GGUF files of a repo, and whether it can be loaded, by its header
 //! transfer.rs gets them, continues, verifies
+//! search.rs   which models there are, by words
 //! ```
 
 mod cache;
 mod client;
 mod gguf;
 mod plan;
+mod search;
 mod transfer;
 
 use std::collections::BTreeSet;
@@ -39,6 +41,7 @@ use self::client::{Client, HubError, Times};
 pub use self::client::{Stop, is_disk_full};
 use self::plan::{INDEX, Info, LIST_BYTES, Sibling, shards};
 pub use self::plan::{Plan, Progress, Wanted};
+pub use self::search::{Form, Match, Weights, check_words};
 use self::transfer::Failure;
 pub use crate::named::is_repo_id;
 use crate::named::{is_model_id, split_id};

@@ -9,7 +9,7 @@
 //! facts.rs     what the files of a model say about it
 //! machine.rs   memory and disk
 //! pool.rs      which models are loaded: load on demand, unload
-//! command.rs   `steersman list`, `show`, `pull`, `rm`
+//! command.rs   `steersman list`, `show`, `pull`, `rm`, `search`
 //! ```
 
 pub mod catalogue;

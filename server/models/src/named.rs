@@ -31,11 +31,11 @@ pub enum NamedAs<'a> {
 }
 
 /// What `path` is. A folder or file that exists takes precedence over a repo, and that over a short
-/// name.
+/// name, which gets its size by `room` if it has none ([`catalogue::room`]).
 ///
 /// # Errors
 /// If it is none of these; says what it may have been meant to be.
-pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
+pub fn named_as(path: &str, room: u64) -> Result<NamedAs<'_>> {
     if path.is_empty() {
         return Ok(NamedAs::Nothing);
     }
@@ -44,7 +44,15 @@ pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
     }
     let id = without_host(path);
     ensure!(!is_written_as_path(id), "{path} does not exist");
-    model_id(id).map(NamedAs::Repo)
+    model_id(id, room).map(NamedAs::Repo)
+}
+
+/// The folder with a model, or the GGUF file, at `path`; `None` if there is none.
+pub fn folder(path: &str) -> Option<PathBuf> {
+    if path.is_empty() || !Path::new(path).exists() {
+        return None;
+    }
+    local(path).ok()
 }
 
 /// The name without the address of Hugging Face, as users of other programs write it: `hf.co/owner/name:Q4_K_M`.
@@ -53,24 +61,27 @@ fn without_host(name: &str) -> &str {
     HOSTS.iter().find_map(|host| name.strip_prefix(host)).unwrap_or(name)
 }
 
-/// The id on a hub of the model that `name` stands for: the same, or that of a short name. Looks at
+/// The id on a hub of the model that `name` stands for: the same, or that of a short name, as in [`named_as`]. Looks at
 /// no file.
 ///
 /// # Errors
 /// If it is neither; with names that are near.
-pub fn model_id(name: &str) -> Result<&str> {
+pub fn model_id(name: &str, room: u64) -> Result<&str> {
     let name = without_host(name);
     if is_model_id(name) {
         return Ok(name);
     }
     match catalogue::find(name) {
-        Ok(Some(Named { entry, .. })) => Ok(entry.repo),
+        Ok(Some(named)) => Ok(named.entry(room).repo),
         Err(problem) => bail!(problem),
         Ok(None) => {
             let names = catalogue::names();
             let near = near(name.split(':').next().unwrap_or(name), &names);
             let advice = match near.is_empty() {
-                true => format!("the short names are {}", names.join(", ")),
+                true => format!(
+                    "the short names are {}; `steersman search WORDS` finds others",
+                    names.join(", ")
+                ),
                 false => format!("did you mean {}?", near.join(" or ")),
             };
             bail!(
@@ -82,8 +93,19 @@ pub fn model_id(name: &str) -> Result<&str> {
     }
 }
 
+/// The id on a hub of the one model that `name` stands for; `None` if it may be of any size.
+fn only_id(name: &str) -> Option<&str> {
+    let name = without_host(name);
+    match catalogue::find(name) {
+        _ if is_model_id(name) => Some(name),
+        Ok(Some(Named::One(entry))) => Some(entry.repo),
+        _ => None,
+    }
+}
+
 /// Whether the model that a server calls `served` is the one that a user calls `asked`: the same
-/// model on a hub, in any size or quantization if `asked` has none, or the folder of this name.
+/// model on a hub, in any size or quantization if `asked` has none, or the folder of this name. A server that calls a
+/// model by a name without a size does not say which it is.
 pub fn same_model(served: &str, asked: &str) -> bool {
     let asked = asked.strip_suffix(":latest").unwrap_or(asked);
     if served == asked {
@@ -92,24 +114,21 @@ pub fn same_model(served: &str, asked: &str) -> bool {
     if Path::new(asked).exists() {
         return local(asked).is_ok_and(|folder| name_of_folder(&folder) == served);
     }
-    if let Ok(Some(Named { entry, has_size: false })) = catalogue::find(asked) {
-        let of_name = |repo: &str| {
-            let mut all = catalogue::CATALOGUE.iter();
-            all.any(|other| other.name == entry.name && other.repo == repo)
-        };
-        return model_id(served).is_ok_and(of_name);
+    if let Ok(Some(any @ Named::Any(sizes))) = catalogue::find(asked) {
+        let is_one = |id: &str| sizes.iter().any(|entry| entry.repo == id);
+        return catalogue::find(served) == Ok(Some(any)) || only_id(served).is_some_and(is_one);
     }
-    let (Ok(served), Ok(asked)) = (model_id(served), model_id(asked)) else { return false };
+    let (Some(served), Some(asked)) = (only_id(served), only_id(asked)) else { return false };
     served == asked || served.split_once(':').is_some_and(|(repo, _)| repo == asked)
 }
 
 /// Whether the files of the model that `path` names are on this machine; otherwise they would be
-/// downloaded.
+/// downloaded. `room` is that of [`named_as`].
 ///
 /// # Errors
 /// If `path` names no model, or may not be downloaded.
-pub fn is_here(path: &str) -> Result<bool> {
-    let repo = match named_as(path)? {
+pub fn is_here(path: &str, room: u64) -> Result<bool> {
+    let repo = match named_as(path, room)? {
         NamedAs::Nothing => return Ok(true),
         NamedAs::Folder(folder) => {
             let has_tokenizer = files::is_gguf(&folder) || folder.join("tokenizer.json").is_file();
@@ -244,15 +263,19 @@ mod tests {
         let file = folder.path().join("tiny-q4_0.gguf");
         fs::write(&file, "GGUF").unwrap();
         let path = file.to_str().unwrap();
-        assert_eq!(named_as(path).unwrap(), NamedAs::Folder(file.clone()));
-        assert!(is_here(path).unwrap());
+        assert_eq!(named_as(path, 0).unwrap(), NamedAs::Folder(file.clone()));
+        assert!(is_here(path, 0).unwrap());
+        assert_eq!(self::folder(path), Some(file.clone()));
+        for absent in ["", "qwen3:4b", "./absent"] {
+            assert_eq!(self::folder(absent), None, "{absent}");
+        }
         assert_eq!(name_of_folder(&file), "tiny-q4_0");
-        let error = named_as(folder.path().to_str().unwrap()).unwrap_err().to_string();
+        let error = named_as(folder.path().to_str().unwrap(), 0).unwrap_err().to_string();
         assert!(error.contains("has no config.json; use the GGUF file in it"), "{error}");
         assert!(error.contains("tiny-q4_0.gguf"), "{error}");
         let other = folder.path().join("tiny.bin");
         fs::write(&other, "x").unwrap();
-        let error = named_as(other.to_str().unwrap()).unwrap_err().to_string();
+        let error = named_as(other.to_str().unwrap(), 0).unwrap_err().to_string();
         assert!(error.contains("or a GGUF file"), "{error}");
     }
 
@@ -269,7 +292,7 @@ mod tests {
             "a/b/c",
             "./x/model.safetensors",
         ] {
-            let error = named_as(path).unwrap_err().to_string();
+            let error = named_as(path, 0).unwrap_err().to_string();
             assert_eq!(error, format!("{path} does not exist"));
         }
     }
@@ -277,12 +300,14 @@ mod tests {
     #[test]
     fn short_names_are_repos_and_unknown_ones_have_near_ones() {
         let repo = NamedAs::Repo("mlx-community/Qwen3-4B-4bit");
-        assert_eq!(named_as("qwen3:4b").unwrap(), repo);
-        assert_eq!(named_as("Qwen3:4B").unwrap(), repo);
+        assert_eq!(named_as("qwen3:4b", 0).unwrap(), repo);
+        assert_eq!(named_as("Qwen3:4B", 0).unwrap(), repo);
+        assert_eq!(named_as("qwen3", 6 << 30).unwrap(), repo);
+        assert_eq!(named_as("qwen3", 0).unwrap(), NamedAs::Repo("mlx-community/Qwen3-0.6B-4bit"));
         let id = "owner/name-GGUF:Q4_K_M";
-        assert_eq!(named_as(id).unwrap(), NamedAs::Repo(id));
+        assert_eq!(named_as(id, 0).unwrap(), NamedAs::Repo(id));
         for host in ["hf.co/", "huggingface.co/", "https://huggingface.co/"] {
-            assert_eq!(named_as(&format!("{host}{id}")).unwrap(), NamedAs::Repo(id));
+            assert_eq!(named_as(&format!("{host}{id}"), 0).unwrap(), NamedAs::Repo(id));
         }
         for (name, words) in [
             ("qwen3:5b", "sizes of qwen3: 0.6b"),
@@ -291,7 +316,7 @@ mod tests {
             ("something-else", "the short names are qwen3.5, qwen3, llama3.2"),
             ("owner/name:a/b", "does not exist"),
         ] {
-            let error = named_as(name).unwrap_err().to_string();
+            let error = named_as(name, 0).unwrap_err().to_string();
             assert!(error.contains(words), "`{words}` is not in {error}");
         }
     }
@@ -312,6 +337,8 @@ mod tests {
             ("qwen3:4b", "qwen3:latest", true),
             ("qwen3:4b", "qwen3:8b", false),
             ("qwen3.5:4b", "qwen3", false),
+            ("qwen3", "qwen3:8b", false),
+            ("Qwen3:latest", "qwen3", true),
             ("mine", "mine:latest", true),
             ("mine", path, true),
             ("other", path, false),

@@ -290,9 +290,8 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
              other work; once, since the data folder keeps the result"
         );
     }
-    let component = patiently(&format!("compiling {name}"), || {
-        Component::load(&host, &name, &bundle.component)
-    });
+    let say = |seconds: u64| eprintln!("compiling {name}: {seconds} s");
+    let component = patiently(PROGRESS, say, || Component::load(&host, &name, &bundle.component));
     let component = Arc::new(component?);
     Ok(Loaded { stem, component, bytes: bundle.component.len(), path, bundle })
 }
@@ -314,14 +313,14 @@ impl Loaded {
     }
 }
 
-/// Does `work`, which may take long, and says every few seconds how long it has taken.
-fn patiently<T>(what: &str, work: impl FnOnce() -> T) -> T {
+/// Does `work`, which may take long, and says in intervals of `every` how many seconds it has taken.
+fn patiently<T>(every: Duration, say: impl Fn(u64) + Send, work: impl FnOnce() -> T) -> T {
     std::thread::scope(|scope| {
         let (working, ended) = sync_channel::<()>(0);
         scope.spawn(move || {
             let started = Instant::now();
-            while ended.recv_timeout(PROGRESS) == Err(RecvTimeoutError::Timeout) {
-                eprintln!("{what}: {} s", started.elapsed().as_secs());
+            while ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                say(started.elapsed().as_secs());
             }
         });
         let done = work();
@@ -531,5 +530,29 @@ fn answer_text(decision: Option<&Decision>) -> String {
         Some(Decision { answer, .. }) => {
             serde_json::to_string(answer).expect("answers have string keys only")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{TryRecvError, channel};
+
+    use super::*;
+
+    /// Authors saw nothing for a minute while a component with an interpreter was compiled.
+    #[test]
+    fn work_that_takes_long_is_reported_again_and_again_until_it_ends() {
+        let (said, heard) = channel();
+        let every = Duration::from_millis(1);
+        let say = move |seconds| said.send(seconds).expect("the test listens");
+        let seconds: [u64; 3] = patiently(every, say, || {
+            // Without a report the test fails.
+            let next = |_| heard.recv_timeout(Duration::from_secs(60)).expect("a report");
+            std::array::from_fn(next)
+        });
+        assert!(seconds.is_sorted(), "{seconds:?}");
+        // Who reports has ended: `said` is dropped.
+        heard.try_iter().for_each(drop);
+        assert_eq!(heard.try_recv(), Err(TryRecvError::Disconnected));
     }
 }

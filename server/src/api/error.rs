@@ -259,6 +259,11 @@ impl ApiError {
         Self::new(StatusCode::BAD_GATEWAY, "server_error", "download_failed", "model", message)
     }
 
+    /// A search that the hub did not answer.
+    pub fn hub_failed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_GATEWAY, "server_error", "hub_failed", "", message)
+    }
+
     /// A stop of a download while none runs.
     pub fn no_pull() -> Self {
         let message = "no download is running";

@@ -54,6 +54,7 @@ mod route;
 mod samples;
 mod sampling;
 mod schema;
+mod search;
 mod serve;
 mod session;
 mod span;
@@ -136,6 +137,7 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/v1/models/serve", post(serve::serve).delete(serve::withdraw))
         .route("/v1/cache", get(cache::get))
         .route("/v1/downloads", get(downloads::list))
+        .route("/v1/search", get(search::get))
         .route("/v1/history", get(history::get))
         .route("/v1/log", get(log_lines::get))
         .route("/v1/keys", get(keys::list).post(keys::create))

@@ -24,7 +24,7 @@ use super::schema::shapes::{
 };
 use super::{
     cache, downloads, health, history, keys, log_lines, models, policies, profiles, pull, requests,
-    serve, session, tokens, trace,
+    search, serve, session, tokens, trace,
 };
 
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
@@ -200,6 +200,8 @@ pub const OPERATIONS: &[Operation] = &[
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
     get("/v1/downloads", "Models on the disk", &[(JSON, reply::<downloads::Downloads>)])
+        .with_key(Key::Operator),
+    get("/v1/search", "Models on the hub", &[(JSON, reply::<search::Found>)])
         .with_key(Key::Operator),
     get("/v1/history", "What the server did lately", &[(JSON, reply::<history::HistoryBody>)]),
     get("/v1/log", "The newest lines of the log", &[(LINES, reply::<log_lines::LogLine>)])

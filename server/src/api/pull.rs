@@ -148,7 +148,11 @@ async fn operators_body(
 ) -> Result<Asked, ApiError> {
     app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
     let body = app.read_json(headers, body, content_type).await?;
-    app.bodies.parse(body.bytes, parse).await
+    let Asked { repo, stream } = app.bodies.parse(body.bytes, parse).await?;
+    let repo = model_id(&repo, app.models.room())
+        .map_err(|problem| ApiError::value("model", format!("model: {problem}")))?
+        .to_string();
+    Ok(Asked { repo, stream })
 }
 
 fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
@@ -171,9 +175,6 @@ fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
     if let Some((name, _)) = body.iter().find(|(_, value)| !value.is_null()) {
         return Err(ApiError::unknown_field(name, ["model", "name", "stream", "insecure"]));
     }
-    let repo = model_id(&repo)
-        .map_err(|problem| ApiError::value("model", format!("model: {problem}")))?
-        .to_string();
     Ok(Asked { repo, stream })
 }
 

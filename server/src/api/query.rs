@@ -76,6 +76,7 @@ const QUERIES: &[Row] = &[
     ("GET", "/v1/history", &[("after", Read)]),
     ("GET", "/v1/log", &[("after", Read)]),
     ("GET", "/v1/requests", &[("search", Read)]),
+    ("GET", "/v1/search", &[("words", Read)]),
 ];
 
 /// The parameters of the route `path`, which may lack `/v1`.

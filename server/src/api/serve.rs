@@ -98,7 +98,7 @@ fn name_of(app: &App, asked: &str) -> Result<String, ApiError> {
     if app.models.named_by(asked).is_some() {
         return Ok(asked.into());
     }
-    let id = model_id(asked).map_err(wrong)?;
+    let id = model_id(asked, app.models.room()).map_err(wrong)?;
     Ok(id.into())
 }
 

@@ -78,7 +78,7 @@ impl ModelReach {
         chip: Option<&ChipReach>,
     ) -> Option<Self> {
         let path = Some(&config.model.path).filter(|path| !path.is_empty())?;
-        let found = hub::find_here(path, data_dir).ok()?;
+        let found = hub::find_here(path, hub::room(config), data_dir).ok()?;
         let token_bytes = Facts::read(&found.folder).ok()?.token_bytes;
         Some(Self::new(found.name, token_bytes, read, chip))
     }
@@ -136,7 +136,7 @@ mod tests {
         assert!(reach(&config).is_none());
         config.model.path = "nobody/nothing".into();
         assert!(reach(&config).is_none());
-        let folder = hub::find("", data.path()).unwrap().folder;
+        let folder = hub::find("", 0, data.path()).unwrap().folder;
         config.model.path = folder.display().to_string();
         let model = reach(&config).unwrap();
         assert!(model.token_bytes > 1 << 20 && model.tokens_per_s > 1.0, "{model:?}");

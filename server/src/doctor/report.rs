@@ -154,7 +154,7 @@ fn write_with(
         Report::new(&server, &config, data_dir)?;
     writeln!(out, "checking kernels")?;
     let kernels = check_all(&config.model).map_err(anyhow::Error::from);
-    let found = hub::find(&config.model.path, data_dir);
+    let found = hub::find(&config.model.path, hub::room(&config), data_dir);
     let places = Places::new(data_dir, found.as_ref().ok());
     config.profiles.retain(|name, _| name == "default");
     let name = found.as_ref().ok().map(|found| places.masked(&found.name));

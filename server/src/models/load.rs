@@ -48,7 +48,7 @@ pub fn load(
     data_dir: &Path,
     policies: &Arc<Policies>,
 ) -> Result<Loaded> {
-    let (machine, numbers) = (Machine::of(&config)?, numbers(&config)?);
+    let (machine, numbers, room) = (Machine::of(&config)?, numbers(&config)?, hub::room(&config));
     let budget = match server.models_bytes {
         0 => machine.memory_limit / 5 * WEIGHTS_FIFTHS,
         bytes => bytes,
@@ -82,7 +82,7 @@ pub fn load(
     let (engine, thread) = start(config, &found)?;
     let models = Models::new(pool, engine, bytes(&found), files(&found));
     let mut models = models.with_recipes(recipes);
-    models.numbers = numbers;
+    (models.numbers, models.room) = (numbers, room);
     models.draft = (!draft.is_empty()).then(|| draft.into());
     let mut threads = vec![thread];
     for mut config in further {
@@ -108,10 +108,10 @@ pub fn load(
         let settings = settings(&name, &server.models[&name]);
         let (path, folder) = (config.model.path.clone(), data_dir.to_path_buf());
         let key = || format!("models.{name}");
-        hub::named_as(&path).with_context(key)?;
+        hub::named_as(&path, room).with_context(key)?;
         let recipe = FromFiles {
             config,
-            find: Box::new(move || Ok(hub::find_here(&path, &folder)?.folder)),
+            find: Box::new(move || Ok(hub::find_here(&path, room, &folder)?.folder)),
             numbers,
             data_dir: data_dir.into(),
             policies: policies.clone(),
@@ -219,12 +219,13 @@ impl Recipe for FromFiles {
 /// # Errors
 /// If a model cannot be found or downloaded.
 pub fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
-    let found = hub::find(&config.model.path, data_dir)?;
+    let room = hub::room(config);
+    let found = hub::find(&config.model.path, room, data_dir)?;
     if config.model.name.is_empty() {
         config.model.name.clone_from(&found.name);
     }
     if !config.speculation.draft_model.is_empty() {
-        let draft = hub::find(&config.speculation.draft_model, data_dir)
+        let draft = hub::find(&config.speculation.draft_model, room, data_dir)
             .context("speculation.draft_model")?;
         config.speculation.draft_model = draft.folder.to_string_lossy().into_owned();
     }

@@ -56,6 +56,8 @@ pub struct Models {
     policies: Arc<Policies>,
     /// How engines keep weights.
     numbers: Numbers,
+    /// Bytes by which a short name without a size gets one; 0, and with it the smallest, until `load` knows them.
+    room: u64,
     upstreams: Vec<Upstream>,
     /// The files of the model that drafts for the first one.
     draft: Option<PathBuf>,
@@ -162,6 +164,7 @@ impl Models {
             aliases,
             policies,
             numbers,
+            room: 0,
             upstreams: Vec::new(),
             draft: None,
         };
@@ -443,6 +446,11 @@ impl Models {
     /// How engines keep weights.
     pub fn numbers(&self) -> Numbers {
         self.numbers
+    }
+
+    /// Bytes by which a short name without a size gets one, as when the server started.
+    pub fn room(&self) -> u64 {
+        self.room
     }
 
     /// Waits until an engine that was loaded on demand cannot go on; then the process should end.

@@ -200,6 +200,62 @@ async fn downloads_are_for_operators_and_name_what_is_wrong() {
     assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0, "nothing was downloaded");
 }
 
+/// Answers a search for `tiny 4bit` only.
+async fn answer_search(request: HttpRequest) -> Response {
+    let query = request.uri().query().unwrap_or_default();
+    if request.uri().path() != "/api/models" || !query.starts_with("search=tiny%204bit&") {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    }
+    let model = |id: &str, family: &str| {
+        json!({
+            "id": id, "downloads": 3, "config": {"model_type": family},
+            "safetensors": {"parameters": {"U32": 250}},
+        })
+    };
+    let found = [model("owner/tiny", "qwen3"), model("owner/other", "florence2")];
+    let unknown = json!({"id": "owner/unknown"});
+    axum::Json(json!([found[0], found[1], unknown])).into_response()
+}
+
+#[tokio::test]
+async fn operators_search_the_hub_for_what_the_server_can_load() {
+    let cache = cache();
+    let app = app_with_routes(cache.path(), Router::new().fallback(answer_search)).await;
+    let search = async |query: &str, key: &str| {
+        let request = ClientRequest::get(format!("/v1/search{query}"))
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::empty());
+        let response = send(&app, request.unwrap()).await;
+        (response.status().as_u16(), json_of(response).await)
+    };
+    let (status, found) = search("?words=tiny%204bit", "op").await;
+    assert_eq!(status, 200, "{found}");
+    let expected = |model: &str, family: &str, is_loaded: bool| {
+        json!({
+            "model": model, "bytes": 1000, "family": family, "weights": "packed",
+            "supported": is_loaded, "memory": 1125, "fits": is_loaded, "downloads": 3,
+        })
+    };
+    let unknown = json!({
+        "model": "owner/unknown", "bytes": null, "family": null, "weights": null,
+        "supported": null, "memory": null, "fits": null, "downloads": 0,
+    });
+    let (tiny, other) =
+        (expected("owner/tiny", "qwen3", true), expected("owner/other", "florence2", false));
+    assert_eq!(found, json!({"models": [tiny, other, unknown]}));
+    assert_eq!(search("?words=tiny%204bit", "other").await.0, 401);
+    let long = format!("?words={}", "x".repeat(201));
+    for (query, status, code) in [
+        ("", 400, "invalid_value"),
+        ("?words=%20", 400, "invalid_value"),
+        (long.as_str(), 400, "invalid_value"),
+        ("?words=elsewhere", 502, "hub_failed"),
+    ] {
+        let (found, error) = search(query, "op").await;
+        assert_eq!((found, &error["error"]["code"]), (status, &json!(code)), "{query}: {error}");
+    }
+}
+
 /// As [`answer_as_hub`], with a family that no engine loads.
 async fn answer_with_another_family(request: HttpRequest) -> Response {
     const CONFIG: &str = r#"{"model_type": "florence2"}"#;

@@ -4,8 +4,12 @@ use serde_json::json;
 
 use std::fs;
 
+use axum::extract::Request;
+use axum::response::IntoResponse;
+
 use super::*;
 use crate::facts::Unpacked;
+use crate::hub::tests::hub_at;
 
 const SHA: &str = "0123456789abcdef";
 
@@ -50,6 +54,7 @@ fn sources(root: &Path) -> Sources {
         families: vec!["llama", "qwen3"],
         numbers: Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel },
         memory_limit: 1 << 30,
+        room: 6 << 30,
     }
 }
 
@@ -200,6 +205,68 @@ fn short_names_are_shown_and_removed_as_their_repos() {
     let options = Remove { model: "qwen3:4b".into(), force: false };
     let removed = printed(|out| remove(&sources, &options, out));
     assert!(removed.starts_with(&format!("removed {repo}")), "{removed}");
+}
+
+#[test]
+fn models_on_the_hub_are_found_with_what_this_machine_can_serve() {
+    let root = tempfile::tempdir().unwrap();
+    let floats = |id: &str, family: &str, numbers: u64| {
+        json!({
+            "id": id, "downloads": 5, "config": {"model_type": family},
+            "safetensors": {"parameters": {"BF16": numbers}},
+        })
+    };
+    let answer = json!([
+        floats("owner/small", "qwen3", 400_000_000),
+        floats("owner/large", "llama", 600_000_000),
+        floats("owner/other", "florence2", 1),
+        {"id": "owner/unknown"},
+        {"id": "owner/x-GGUF", "gguf": {"total": 1_000_000_000, "architecture": "llama"}},
+        {"id": "owner/y-GGUF", "gguf": {"total": 1_000, "architecture": "mamba"}},
+    ]);
+    let hub = hub_at(move |_: &Request| axum::Json(&answer).into_response());
+    // Floats of 16 bits stay so, in a limit of 1 GiB.
+    let sources = Sources { hub, ..sources(root.path()) };
+    let found = |json: bool| {
+        let options = Search { words: vec!["owner".into(), "x".into()], json };
+        printed(|out| search(&sources, &options, out))
+    };
+    let text = found(false);
+    let rows: Vec<Vec<&str>> = text.lines().map(|row| row.split("  ").collect()).collect();
+    let cells = |row: &[&str]| {
+        let cells = row.iter().map(|cell| cell.trim()).filter(|cell| !cell.is_empty());
+        cells.collect::<Vec<_>>().join("|")
+    };
+    let rows: Vec<_> = rows.iter().map(|row| cells(row)).collect();
+    assert_eq!(
+        rows,
+        [
+            "NAME|SIZE|FAMILY|WEIGHTS|FITS|DOWNLOADS",
+            "owner/small|762.94 MiB|qwen3|floats|yes|5",
+            "owner/large|1.12 GiB|llama|floats|no|5",
+            "owner/other|2 B|florence2|floats|not supported|5",
+            "owner/unknown|-|-|-|-|0",
+            "owner/x-GGUF|596.05 MiB|llama|GGUF|yes|0",
+            "owner/y-GGUF|625 B|mamba|GGUF|not supported|0",
+        ]
+    );
+    let rows: Value = serde_json::from_str(&found(true)).unwrap();
+    assert_eq!(
+        rows[0],
+        json!({
+            "name": "owner/small", "size": 800_000_000, "family": "qwen3", "weights": "floats",
+            "supported": true, "memory": 800_000_000, "fits": true, "downloads": 5,
+        })
+    );
+    let verdict = |row: usize| (rows[row]["supported"].clone(), rows[row]["fits"].clone());
+    assert_eq!(verdict(1), (json!(true), json!(false)));
+    assert_eq!(verdict(2), (json!(false), json!(false)));
+    assert_eq!(verdict(3), (Value::Null, Value::Null));
+    let none =
+        Sources { hub: hub_at(|_: &Request| axum::Json(json!([])).into_response()), ..sources };
+    let options = Search { words: vec!["nothing".into()], json: false };
+    let text = printed(|out| search(&none, &options, out));
+    assert!(text.ends_with("has no model with `nothing` in its name\n"), "{text}");
 }
 
 #[test]

@@ -36,22 +36,9 @@ impl FakeHub {
     /// empty cache in `cache`.
     fn start(self, cache: &Path) -> (Arc<Self>, Hub) {
         let fake = Arc::new(self);
-        let (address, ready) = std::sync::mpsc::channel();
         let answers = fake.clone();
-        std::thread::spawn(move || {
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(async move {
-                let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-                address.send(listener.local_addr().unwrap()).unwrap();
-                let app =
-                    Router::new().fallback(async move |request: Request| answers.answer(&request));
-                axum::serve(listener, app).await.unwrap();
-            });
-        });
-        let endpoint = format!("http://{}", ready.recv().unwrap());
-        let cache = cache.join("hub");
-        (fake, Hub { endpoint, cache, token: None, offline: false })
+        let hub = hub_at(move |request: &Request| answers.answer(request));
+        (fake, Hub { cache: cache.join("hub"), ..hub })
     }
 
     fn answer(&self, request: &Request) -> Response {
@@ -109,6 +96,25 @@ impl FakeHub {
         names.dedup();
         names
     }
+}
+
+/// The client, without a cache, for a hub that gives these answers from a thread of its own.
+pub(crate) fn hub_at(answer: impl Fn(&Request) -> Response + Clone + Send + Sync + 'static) -> Hub {
+    let (address, ready) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async move {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            address.send(listener.local_addr().unwrap()).unwrap();
+            let app = Router::new().fallback(move |request: Request| {
+                let answer = answer(&request);
+                async move { answer }
+            });
+            axum::serve(listener, app).await.unwrap();
+        });
+    });
+    let endpoint = format!("http://{}", ready.recv().unwrap());
+    Hub { endpoint, cache: "/nonexistent".into(), token: None, offline: false }
 }
 
 fn fake(files: &[(&'static str, &'static str)]) -> FakeHub {

@@ -19,10 +19,14 @@ fn run(arguments: &[&str]) -> (String, String, bool) {
 
 /// As [`run`], with a filter of the log.
 fn run_with_log(filter: &str, arguments: &[&str]) -> (String, String, bool) {
-    let data = tempfile::tempdir().unwrap();
+    run_in(tempfile::tempdir().unwrap().path(), filter, arguments)
+}
+
+/// As [`run_with_log`], with the data folder `data`, which keeps what was compiled.
+fn run_in(data: &Path, filter: &str, arguments: &[&str]) -> (String, String, bool) {
     let output = Command::new(env!("CARGO_BIN_EXE_steersman-policy"))
         .args(arguments)
-        .env("STEERSMAN_DATA_DIR", data.path())
+        .env("STEERSMAN_DATA_DIR", data)
         .env("RUST_LOG", filter)
         .env_remove("STEERSMAN_LOG")
         .env_remove("STEERSMAN_CONFIG")
@@ -296,6 +300,13 @@ fn a_new_policy_in_python_builds_and_passes_its_golden_file() {
 
 fn builds_and_passes(lang: &str) {
     let folder = folder(&[]);
+    // One for all commands: a component with an interpreter takes long to compile.
+    let data = tempfile::tempdir().unwrap();
+    let succeed = |arguments: &[&str]| {
+        let (out, error, success) = run_in(data.path(), "", arguments);
+        assert!(success, "{arguments:?}: {out}{error}");
+        out
+    };
     let into = folder.path().to_str().unwrap();
     let policy = path(&folder, "tool-guard");
     succeed(&["new", "tool-guard", "--lang", lang, "--into", into]);
