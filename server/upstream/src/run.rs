@@ -85,19 +85,22 @@ pub async fn run_with(
     let mut run = Run::new(model, prepared, pieces, events.clone());
     let ended = tokio::select! {
         biased;
-        () = events.closed() => {
-            span.log(|| tracing::debug!(id, "request cancelled"));
-            return drop(run.finish("cancelled").await);
-        }
+        () = events.closed() => None,
         () = &mut late => {
             let stage = if run.has_started { "being decoded" } else { "waiting" };
-            Err(RequestError::Deadline { stage }.into())
+            Some(Err(RequestError::Deadline { stage }.into()))
         }
-        ended = run.drive() => ended,
+        ended = run.drive() => Some(ended),
     };
+    // The upstream has written what of a part was there when the client left, the deadline was over or a policy failed.
+    run.count();
     match ended {
-        Ok(reason) => run.finished(reason).await,
-        Err(error) => {
+        None => {
+            span.log(|| tracing::debug!(id, "request cancelled"));
+            run.finish("cancelled").await;
+        }
+        Some(Ok(reason)) => run.finished(reason).await,
+        Some(Err(error)) => {
             span.log(|| tracing::debug!(id, %error, "request failed"));
             run.finish("error").await;
             run.reply.send(Event::Failed(error));
@@ -214,12 +217,12 @@ impl Run {
 
     /// One request to the upstream.
     async fn leg(&mut self, continuation: Option<&Continuation>) -> Result<Next, Error> {
-        self.tally.begin_part(self.reply.tokens());
         self.is_after_reasoning = match continuation {
             Some(continuation) => !continuation.is_open,
             None => self.request.continues == Some(Continued::Answer),
         };
         let mut stream = self.open(continuation).await?;
+        self.tally.begin_part(self.reply.tokens());
         let within = self.model.upstream().config().piece_timeout();
         let mut end = None;
         let ended = loop {
@@ -476,9 +479,9 @@ impl Run {
         body
     }
 
-    /// Counts the tokens of a request to the upstream.
+    /// Counts the tokens of the part that is being written, if there is one, whatever ended it.
     fn count(&mut self) {
-        let (counts, pieces) = self.tally.end_part(self.reply.tokens());
+        let Some((counts, pieces)) = self.tally.end_part(self.reply.tokens()) else { return };
         let shared = self.shared();
         shared.usage.count(&self.who, counts, pieces);
         let (prompt, reply) = (counts.prompt.unwrap_or(0), counts.reply.unwrap_or(pieces));

@@ -17,6 +17,8 @@ pub struct Tally {
     before: u32,
     /// Tokens of the part that is being written, as the upstream has counted them.
     part: Counts,
+    /// Whether a part is being written.
+    is_open: bool,
     /// Whether the reply was cut.
     has_cuts: bool,
 }
@@ -24,7 +26,7 @@ pub struct Tally {
 impl Tally {
     /// Begins a part after so many pieces of the reply.
     pub fn begin_part(&mut self, pieces: u32) {
-        (self.part, self.before) = (Counts::default(), pieces);
+        (self.part, self.before, self.is_open) = (Counts::default(), pieces, true);
     }
 
     /// Adds what the upstream has counted.
@@ -35,11 +37,15 @@ impl Tally {
         }
     }
 
-    /// Ends the part after so many pieces of the reply. Returns its counts, and its number of pieces.
-    pub fn end_part(&mut self, pieces: u32) -> (Counts, u32) {
+    /// Ends the part after so many pieces of the reply. Returns its counts, and its number of pieces; `None` if no part
+    /// is being written.
+    pub fn end_part(&mut self, pieces: u32) -> Option<(Counts, u32)> {
+        if !std::mem::take(&mut self.is_open) {
+            return None;
+        }
         let pieces = pieces.saturating_sub(self.before);
         self.ended = self.ended.saturating_add(self.part.reply.unwrap_or(pieces));
-        (self.part, pieces)
+        Some((self.part, pieces))
     }
 
     /// Notes that policies cut the reply.
@@ -102,7 +108,8 @@ mod tests {
         tally.add(Counts { prompt: Some(10), ..Counts::default() });
         assert!(!tally.is_told());
         tally.add(Counts { reply: Some(30), ..Counts::default() });
-        assert_eq!(tally.end_part(20).1, 20);
+        assert_eq!(tally.end_part(20).unwrap().1, 20);
+        assert!(tally.end_part(20).is_none(), "a part counts once");
         // Half of the pieces are reasoning.
         assert_eq!(tokens(&tally, (10, 10)), [10, 15, 15]);
         tally.add(Counts { reasoning: Some(12), ..Counts::default() });
@@ -115,12 +122,12 @@ mod tests {
         tally.begin_part(0);
         tally.add(Counts { prompt: Some(10), ..Counts::default() });
         // Cut before the upstream had counted: as many tokens as pieces.
-        let (counts, pieces) = tally.end_part(8);
+        let (counts, pieces) = tally.end_part(8).unwrap();
         assert_eq!((counts.prompt, counts.reply, pieces), (Some(10), None, 8));
         tally.cut();
         tally.begin_part(8);
         tally.add(Counts { prompt: Some(18), reply: Some(12), ..Counts::default() });
-        tally.end_part(16);
+        tally.end_part(16).unwrap();
         assert_eq!(tokens(&tally, (0, 16)), [10, 0, 20]);
         // Policies wrote more than the upstream.
         assert_eq!(tokens(&tally, (0, 40)), [10, 0, 40]);

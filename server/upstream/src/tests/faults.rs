@@ -133,6 +133,51 @@ async fn a_client_that_leaves_ends_the_request_at_the_upstream() {
     tokio::time::timeout(Duration::from_secs(60), upstream.closed()).await.unwrap();
 }
 
+/// Waits until the tokens of a part are counted; checks that they are in the use, and in the tokens of the day.
+async fn counted(model: &UpstreamModel) {
+    let counted = async {
+        while model.upstream().report().tokens_today == 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), counted).await.expect("its tokens are counted");
+    let report = model.upstream().report();
+    let [(_, used)] = &report.used[..] else { panic!("{report:?}") };
+    // The last piece is open, because more text may belong to it.
+    assert_eq!((used.requests, used.estimated_tokens, report.tokens_today), (1, 2, 2));
+    assert!(failure(&all(begin(model, ask("?"))).await).contains("tokens of this day"));
+}
+
+/// Whoever let the tokens of a day be used and left early had them for nothing: what an upstream had written counted at
+/// the end of its stream only.
+#[tokio::test]
+async fn a_reply_that_its_client_leaves_counts() {
+    let acts = vec![delta(json!({"content": "one two three"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |config| config.tokens_per_day = 2);
+    let mut events = begin(&model, ask("?"));
+    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
+    drop(events);
+    counted(&model).await;
+}
+
+#[tokio::test]
+async fn a_reply_that_its_deadline_ends_counts() {
+    // A busy machine may need longer for the first piece.
+    for seconds in [1, 4, 16, 64] {
+        let acts = vec![delta(json!({"content": "one two three"})), Hang];
+        let upstream = Scripted::start(vec![streamed(acts)]).await;
+        let model = model(&upstream.url, |config| config.tokens_per_day = 2);
+        let deadline = Some(std::time::Instant::now() + Duration::from_secs(seconds));
+        let events = all(begin(&model, Request { deadline, ..ask("?") })).await;
+        assert!(matches!(events.last(), Some(Event::Failed(_))), "{events:?}");
+        if !texts(&events).1.is_empty() {
+            return counted(&model).await;
+        }
+    }
+    panic!("nothing came in time");
+}
+
 #[tokio::test]
 async fn an_upstream_that_keeps_failing_is_not_asked() {
     let upstream = Scripted::start(vec![error(500, "oops")]).await;
