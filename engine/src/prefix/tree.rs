@@ -7,13 +7,17 @@
 //! Entries are evicted in order of their last use. A state can be evicted on its own, KV only from leaf
 //! nodes: KV that several prefixes share outlives the states along the way.
 //!
+//! A prefix may have the name of the conversation that used it last, as long as a request can resume after it.
+//!
 //! Knows neither models nor disks: KV and states are [`KvRun`] and [`Footprint`].
 //!
 //! Source: RadixAttention (arXiv:2312.07104, section 3), with states as checkpoints.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::error::Result;
+use crate::request::PrefixName;
 use crate::store::{Lru, Recency};
 
 /// Something that takes memory.
@@ -41,6 +45,9 @@ type Id = u64;
 /// The node without tokens, which is never removed.
 const ROOT: Id = 0;
 
+/// Entries that are looked at for each name that is asked for: a conversation has several prefixes.
+const PREFIXES_OF_NAME: usize = 4;
+
 pub struct PrefixTree<R, S> {
     nodes: HashMap<Id, Node<R, S>>,
     /// Nodes with a state, and leaves.
@@ -55,9 +62,13 @@ struct Node<R, S> {
     /// By their first token.
     children: BTreeMap<u32, Id>,
     tokens: Vec<u32>,
+    /// Tokens from the root to its end.
+    end: usize,
     /// `None` only at the root.
     kv: Option<R>,
     state: Option<S>,
+    /// The conversation that used the prefix up to its end last.
+    name: Option<PrefixName>,
     recency: Recency,
 }
 
@@ -85,10 +96,21 @@ struct Walk {
 pub struct CacheSize {
     /// Runs of tokens.
     pub nodes: usize,
+    /// Tokens with KV.
+    pub tokens: usize,
     /// Positions with a recurrent state.
     pub states: usize,
     /// Bytes of KV and states.
     pub bytes: u64,
+}
+
+/// A conversation from whose saved state a request can resume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NamedPrefix {
+    /// Its name.
+    pub name: PrefixName,
+    /// Tokens of its longest prefix among those that were used lately.
+    pub tokens: usize,
 }
 
 impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
@@ -98,8 +120,10 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             parent: ROOT,
             children: BTreeMap::new(),
             tokens: Vec::new(),
+            end: 0,
             kv: None,
             state: None,
+            name: None,
             recency: Recency::default(),
         };
         Self {
@@ -162,7 +186,7 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             debug_assert!(walk.length < tokens.len());
             self.newest += 1;
             let id = self.newest;
-            let tokens = tokens[walk.length..].to_vec();
+            let (end, tokens) = (tokens.len(), tokens[walk.length..].to_vec());
             self.bytes += kv.bytes();
             let parent = self.nodes.get_mut(&at).expect("walked over");
             parent.children.insert(tokens[0], id);
@@ -170,8 +194,10 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
                 parent: at,
                 children: BTreeMap::new(),
                 tokens,
+                end,
                 kv: Some(kv),
                 state: None,
+                name: None,
                 recency: Recency::default(),
             };
             self.nodes.insert(id, node);
@@ -212,6 +238,38 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
         Ok(fits)
     }
 
+    /// Gives the saved prefix `tokens` the name of the conversation that uses it. One that ends within a run of tokens gets
+    /// none: the run belongs to a longer prefix.
+    pub fn set_name(&mut self, tokens: &[u32], name: PrefixName) {
+        let walk = self.walk(tokens);
+        let is_whole = walk.length == tokens.len() && walk.partly.is_none();
+        let last = walk.whole.last().filter(|id| is_whole && **id != ROOT);
+        if let Some(node) = last.and_then(|id| self.nodes.get_mut(id)) {
+            node.name = Some(name);
+        }
+    }
+
+    /// The conversations that used saved state last, newest first: at most `most`. If prefixes are retained, or a
+    /// conversation has many, there are fewer: the work has a bound.
+    pub fn names(&self, most: usize) -> Vec<NamedPrefix> {
+        let newest = self.lru.newest(most * PREFIXES_OF_NAME).filter_map(|id| {
+            let Node { name, end, recency, .. } = &self.nodes[&id];
+            Some((recency.used, NamedPrefix { name: (*name)?, tokens: *end }))
+        });
+        let mut newest: Vec<_> = newest.collect();
+        newest.sort_unstable_by_key(|(used, _)| Reverse(*used));
+        let (mut names, mut places) = (Vec::<NamedPrefix>::new(), HashMap::new());
+        for (_, named) in newest {
+            let place = *places.entry(named.name).or_insert(names.len());
+            match names.get_mut(place) {
+                Some(known) => known.tokens = known.tokens.max(named.tokens),
+                None => names.push(named),
+            }
+        }
+        names.truncate(most);
+        names
+    }
+
     /// Evicts the least recently used until at most `budget` bytes are left, except what is retained
     /// at `now`. Returns the number of evicted states and runs of KV.
     pub fn shrink(&mut self, budget: u64, now: u64) -> usize {
@@ -222,6 +280,7 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             evicted += 1;
             let node = self.nodes.get_mut(&id).expect("the order names nodes only");
             let state = node.state.take();
+            node.name = None;
             self.bytes -= state.bytes();
             let useless = self.needs_state || state.is_none();
             if node.children.is_empty() && useless {
@@ -250,7 +309,8 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
 
     pub fn size(&self) -> CacheSize {
         let states = self.nodes.values().filter(|node| node.state.is_some()).count();
-        CacheSize { nodes: self.nodes.len() - 1, states, bytes: self.bytes }
+        let tokens = self.nodes.values().map(|node| node.tokens.len()).sum();
+        CacheSize { nodes: self.nodes.len() - 1, tokens, states, bytes: self.bytes }
     }
 
     fn walk(&self, tokens: &[u32]) -> Walk {
@@ -294,9 +354,19 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
         let parent = std::mem::replace(&mut node.parent, upper);
         let children = BTreeMap::from([(node.tokens[0], id)]);
         let recency = Recency { retained_until: 0, ..node.recency };
+        let end = node.end - node.tokens.len();
         let above = self.nodes.get_mut(&parent).expect("every parent is there");
         above.children.insert(tokens[0], upper);
-        let node = Node { parent, children, tokens, kv: Some(first), state: None, recency };
+        let node = Node {
+            parent,
+            children,
+            tokens,
+            end,
+            kv: Some(first),
+            state: None,
+            name: None,
+            recency,
+        };
         self.nodes.insert(upper, node);
         Ok(upper)
     }

@@ -50,7 +50,7 @@ fn prefixes_share_their_beginning() {
     put(&mut tree, &[1, 2, 3, 4], true);
     put(&mut tree, &[1, 2, 3, 5, 6], true);
     put(&mut tree, &[1, 2], true);
-    assert_eq!(tree.size(), CacheSize { nodes: 4, states: 3, bytes: 6 * 10 + 3 * 300 });
+    assert_eq!(tree.size(), CacheSize { nodes: 4, tokens: 6, states: 3, bytes: 6 * 10 + 3 * 300 });
     assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 9), PrefixMatch { kv: 5, resume: 5 });
     assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 4), PrefixMatch { kv: 5, resume: 2 });
     assert_eq!(tree.find(&[1, 2, 3, 9], 9), PrefixMatch { kv: 3, resume: 2 });
@@ -129,6 +129,69 @@ fn retention_within_a_run_of_tokens_covers_only_its_prefix() {
     assert_eq!(tree.find(&[1, 2, 3, 4, 5], 9), PrefixMatch { kv: 2, resume: 2 });
     tree.shrink(0, 100);
     assert_eq!(tree.size(), CacheSize::default());
+}
+
+fn name(id: u8) -> PrefixName {
+    PrefixName([id; 8])
+}
+
+/// Names and tokens, newest first.
+fn names(tree: &PrefixTree<Tokens, Whole>, most: usize) -> Vec<(u8, usize)> {
+    tree.names(most).iter().map(|named| (named.name.0[0], named.tokens)).collect()
+}
+
+#[test]
+fn conversations_are_named_newest_first_as_long_as_requests_can_resume() {
+    let mut tree = PrefixTree::new(true);
+    for (tokens, id) in [(&[1, 2][..], 1), (&[1, 2, 3, 4], 1), (&[1, 2, 5], 2), (&[7, 8], 3)] {
+        put(&mut tree, tokens, true);
+        tree.set_name(tokens, name(id));
+    }
+    assert_eq!(names(&tree, 9), [(3, 2), (2, 3), (1, 4)]);
+    assert_eq!(names(&tree, 2), [(3, 2), (2, 3)]);
+    // Use makes a conversation the newest; what another one uses has its name from then on.
+    get(&mut tree, &[1, 2]);
+    assert_eq!(names(&tree, 9), [(1, 4), (3, 2), (2, 3)]);
+    tree.set_name(&[1, 2], name(4));
+    assert_eq!(names(&tree, 9), [(4, 2), (3, 2), (2, 3), (1, 4)]);
+    // Neither half of a run, nor what is not saved, nor nothing has a name.
+    for tokens in [&[7][..], &[7, 8, 9], &[6], &[]] {
+        tree.set_name(tokens, name(5));
+    }
+    // A run that is split keeps the name at its end.
+    put(&mut tree, &[7], true);
+    assert_eq!(names(&tree, 9), [(4, 2), (3, 2), (2, 3), (1, 4)]);
+    // What is evicted has no name.
+    tree.shrink(tree.size().bytes - 1, 0);
+    assert_eq!(names(&tree, 9), [(4, 2), (3, 2), (2, 3)]);
+    tree.shrink(0, 0);
+    assert!(names(&tree, 9).is_empty());
+}
+
+/// KV stays for a longer prefix when the state before it is evicted: nothing resumes there any more.
+#[test]
+fn a_state_that_is_evicted_takes_its_name_along() {
+    let mut tree = PrefixTree::new(true);
+    put(&mut tree, &[1, 2], true);
+    tree.set_name(&[1, 2], name(1));
+    put(&mut tree, &[1, 2, 3, 4], true);
+    assert_eq!(tree.shrink(600, 0), 1);
+    assert!(names(&tree, 9).is_empty());
+    // Saved again, it has no name before it is used.
+    put(&mut tree, &[1, 2], true);
+    assert!(names(&tree, 9).is_empty());
+}
+
+#[test]
+fn prefixes_that_are_retained_are_named_too() {
+    let mut tree = PrefixTree::new(false);
+    for (tokens, id) in [(&[1, 2][..], 1), (&[3, 4], 2), (&[5, 6], 3)] {
+        put(&mut tree, tokens, false);
+        tree.set_name(tokens, name(id));
+    }
+    assert!(tree.retain(&[1, 2], 100, 0, 1000).unwrap());
+    assert_eq!(names(&tree, 9), [(3, 2), (2, 2), (1, 2)]);
+    assert_eq!(names(&tree, 1), [(3, 2)]);
 }
 
 /// 10,000 random operations on sequences that share beginnings, against a plain list of the saved
