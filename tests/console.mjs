@@ -7,29 +7,27 @@
 //     node tests/console.mjs [BINARY] [FOLDER FOR SCREENSHOTS]
 
 import assert from "node:assert/strict";
-import { spawn } from "node:child_process";
-import { copyFileSync, existsSync, mkdirSync, rmSync, writeFileSync } from "node:fs";
+import { copyFileSync, existsSync, mkdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
-import { createInterface } from "node:readline";
 
 import { chromium } from "playwright-core";
 
 import chat from "./console/chat.mjs";
 import operate from "./console/operate.mjs";
-import { ROOT, BINARY, OPERATOR, CLIENT, LOOP, work, pictures, ask } from "./console/page.mjs";
+import { ROOT, OPERATOR, CLIENT, LOOP, work, pictures, ask, start } from "./console/page.mjs";
 import requests, { idleServerShowsItsMemory } from "./console/requests.mjs";
+import upstreams from "./console/upstreams.mjs";
 import views from "./console/views.mjs";
 
 const BROWSER = process.env.CHROMIUM ?? ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
 /** A server is started once: what a test sends is seen by those after it. */
-const TESTS = [chat, requests, operate, views].flatMap(Object.entries);
+const TESTS = [chat, requests, operate, upstreams, views].flatMap(Object.entries);
 
 /** Starts a server whose profile `default` has the policy `house`, a copy of `default`, with `passthrough` as its shadow. */
 async function serve() {
   mkdirSync(join(work, "policies"));
   copyFileSync(join(ROOT, "policies/default/default.wasm"), join(work, "policies/house.wasm"));
-  const config = join(work, "steersman.toml");
-  writeFileSync(config, `
+  return start("main", `
 [server]
 port = 0
 api_keys = ["${CLIENT}"]
@@ -54,21 +52,9 @@ trace_text = true
 limits = { max_tokens = 2000, requests = 8 }
 sampling = { temperature = 0.6, top_p = 0.95 }
 `);
-  const server = spawn(BINARY, ["serve", "--config", config, "--data-dir", join(work, "data")], {
-    stdio: ["ignore", "pipe", "pipe"],
-    // Downloads are refused without a network.
-    env: { ...process.env, HF_HUB_OFFLINE: "1" },
-  });
-  let log = "";
-  server.stderr.on("data", (data) => { log += data; });
-  for await (const line of createInterface({ input: server.stdout })) {
-    const found = line.match(/at (http:\/\/\S+)\/v1/);
-    if (found) return { server, url: found[1] };
-  }
-  throw new Error(`the server did not start:\n${log}`);
 }
 
-const { server, url } = await serve();
+const { url, stop } = await serve();
 let browser;
 try {
   assert.ok(BROWSER, "no Chromium: set CHROMIUM to its path");
@@ -84,8 +70,7 @@ try {
   console.log(`${TESTS.length} tests passed`);
 } finally {
   await browser?.close();
-  server.kill("SIGINT");
-  await new Promise((done) => (server.exitCode === null ? server.once("exit", done) : done()));
+  await stop();
   if (!pictures.startsWith(work)) console.log(`screenshots: ${pictures}`);
   rmSync(work, { recursive: true, force: true });
 }

@@ -58,7 +58,7 @@ pub mod tools {
 pub mod report {
     pub use crate::activity::{Activity, ActivityReporter, MemoryUse, StepTimes};
     pub use crate::live::{Live, Stage};
-    pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
+    pub use crate::prefix::{CacheSize, NamedPrefix, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
 }
 

@@ -4,8 +4,9 @@ import { ApiError, events, get, post, send } from "./api.js";
 import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, confirm, empty, code, text } from "./dom.js";
 import { ACCOUNTS, poll, usedBytes } from "./requests.js";
 import { search } from "./search.js";
+import { upstreams } from "./upstreams.js";
 
-const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
+const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed", upstream: "waiting" };
 
 /** Memory of all arrays of the process, by account. Weights and caches are summed over the engines. */
 function memory(engines) {
@@ -232,10 +233,12 @@ export function models(element, state) {
   const disk = h("dl", { class: "facts" });
   const files = downloads((id) => act(id, ACTS[0]));
   const download = pull(state, files.read);
+  const used = upstreams();
   element.append(
     title("Models", "What is served, what is loaded, and what takes the memory."),
     h("section", { class: "card", "aria-labelledby": "memory-title" }, h("h2", { id: "memory-title" }, "Memory"), accounts),
     h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
+    used.element,
     download.element,
     ...(state.isOperator ? [search(download.download), files.element] : []),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
@@ -285,6 +288,7 @@ export function models(element, state) {
       aliases: data.filter((other) => other.alias_of === entry.id).map((other) => other.id),
     }));
     refresh();
+    await used.draw(health.models.some((report) => report.state === "upstream"), signal);
     const now = JSON.stringify(health.engines.map((engine) => engine.bytes));
     if (now !== before) accounts.replaceChildren(memory(health.engines));
     before = now;

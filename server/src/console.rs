@@ -49,6 +49,7 @@ files!(
     "settings.js",
     "storage.js",
     "transfer.js",
+    "upstreams.js",
 );
 
 /// The page at `/`, if the client is a browser: API clients ask for `/` to find out whether a server is there.

@@ -2,10 +2,11 @@
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
-import { mkdirSync, mkdtempSync, readFileSync } from "node:fs";
+import { mkdirSync, mkdtempSync, readFileSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
+import { createInterface } from "node:readline";
 import { fileURLToPath } from "node:url";
 
 export const ROOT = resolve(fileURLToPath(import.meta.url), "../../..");
@@ -24,11 +25,35 @@ export const work = mkdtempSync(join(tmpdir(), "console-"));
 export const pictures = resolve(process.argv[3] ?? join(work, "screenshots"));
 mkdirSync(pictures, { recursive: true });
 
+/** Starts a server with this configuration, whose files are in the folder `name`. Returns its address, and how to stop it. */
+export async function start(name, config) {
+  const folder = join(work, name);
+  mkdirSync(folder, { recursive: true });
+  const file = join(folder, "steersman.toml");
+  writeFileSync(file, config);
+  const server = spawn(BINARY, ["serve", "--config", file, "--data-dir", join(folder, "data")], {
+    stdio: ["ignore", "pipe", "pipe"],
+    // Downloads are refused without a network.
+    env: { ...process.env, HF_HUB_OFFLINE: "1" },
+  });
+  let log = "";
+  server.stderr.on("data", (data) => { log += data; });
+  const stop = async () => {
+    server.kill("SIGINT");
+    await new Promise((done) => (server.exitCode === null ? server.once("exit", done) : done()));
+  };
+  for await (const line of createInterface({ input: server.stdout })) {
+    const found = line.match(/at (http:\/\/\S+)\/v1/);
+    if (found) return { url: found[1], stop };
+  }
+  throw new Error(`the server did not start:\n${log}`);
+}
+
 /** Sends a chat request; returns its reply. */
-export async function ask(url, content, extra = {}) {
+export async function ask(url, content, extra = {}, key = CLIENT) {
   const response = await fetch(`${url}/v1/chat/completions`, {
     method: "POST",
-    headers: { "content-type": "application/json", authorization: `Bearer ${CLIENT}` },
+    headers: { "content-type": "application/json", authorization: `Bearer ${key}` },
     body: JSON.stringify({ messages: [{ role: "user", content }], temperature: 0, ...extra }),
   });
   if (response.status !== 200) throw new Error(`${response.status} ${await response.text()}`);

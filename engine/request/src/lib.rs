@@ -11,6 +11,7 @@ pub mod live;
 mod message;
 #[cfg(feature = "mlx")]
 pub mod mlx;
+mod prefix_name;
 pub mod profile;
 pub mod span;
 mod store_error;
@@ -25,6 +26,7 @@ use serde_json::{Map, Value};
 pub use self::event::{Event, FinishReason, Finished, Logprob, PromptToken, TokenLogprob, Usage};
 pub use self::message::{Arguments, CallDelta, FunctionCall, Message, ToolCall};
 use self::message::{VALUE_BYTES, map_bytes, value_bytes};
+pub use self::prefix_name::PrefixName;
 use steersman_policy_host as policy;
 
 pub use crate::error::{ConfigError, Error, RequestError, StoreError, UpstreamFault};
@@ -47,6 +49,8 @@ pub struct Request {
     pub caller: Caller,
     /// The conversation, oldest first; empty only beside a `prompt`.
     pub messages: Vec<Message>,
+    /// Names the beginning of the conversation in reports on saved state; `None` gives that no name.
+    pub prefix_name: Option<PrefixName>,
     /// A prompt that takes the place of the rendered conversation.
     pub prompt: Option<RawPrompt>,
     /// Where the reply continues the last message, which is the assistant's; `None` begins a message.

@@ -111,7 +111,7 @@ impl Running {
         saved: &mut SavedState,
         bytes: &PassBytes,
     ) -> Result<()> {
-        let Self { prefix: Prefix { tokens, retention }, cache } = self;
+        let Self { prefix: Prefix { tokens, retention, name }, cache } = self;
         let start = cache.position;
         if start >= tokens.len() {
             return saved.prefixes_mut().retain(tokens, *retention);
@@ -129,11 +129,11 @@ impl Running {
         let prefixes = saved.prefixes_mut();
         prefixes.reporter().count(|counts| counts.ahead_tokens += (end - start) as u64);
         if end == tokens.len() {
-            let plan = prefixes.plan_save(cache, tokens, *retention);
+            let plan = prefixes.plan_save(cache, tokens, *retention).named(*name);
             prefixes.save(cache, tokens, &plan)?;
         } else if end == stop {
             // Limits the work lost when a request interrupts.
-            let plan = prefixes.plan_save(cache, &tokens[..end], Retention::default());
+            let plan = prefixes.plan_save(cache, &tokens[..end], Retention::default()).named(*name);
             prefixes.save(cache, &tokens[..end], &plan)?;
         }
         Ok(())

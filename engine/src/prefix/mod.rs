@@ -23,10 +23,11 @@ pub use self::cost::{ComputeCosts, ReadCosts};
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::shared::SHORTEST as SHORTEST_SHARED;
 use self::shared::SharedPrefixes;
-pub use self::tree::CacheSize;
+pub use self::tree::{CacheSize, NamedPrefix};
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, SharedPart, owned};
 use crate::error::{ConfigError, Error, Result};
+use crate::request::PrefixName;
 use crate::store::{
     BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, SavedPrefix, WallClock, state_key,
 };
@@ -56,6 +57,9 @@ impl KvRun for KeyValues {
         if count == self.count() { Ok(self.clone()) } else { self.part(0, count) }
     }
 }
+
+/// Most conversations that are reported.
+const NAMES: usize = 256;
 
 /// Bytes of an element of KV, when it is estimated what the store will read.
 const KV_BYTES: u64 = 2;
@@ -101,8 +105,17 @@ pub struct Prefixes {
 pub struct SavePlan {
     retention: Retention,
     keys: Vec<Key>,
+    name: Option<PrefixName>,
     /// Number of tokens whose KV is copied for the store; `None` if nothing is written.
     pub to_write: Option<usize>,
+}
+
+impl SavePlan {
+    /// The same for a prefix of this conversation.
+    #[must_use]
+    pub fn named(self, name: Option<PrefixName>) -> Self {
+        Self { name, ..self }
+    }
 }
 
 /// How long saved state is protected from eviction.
@@ -340,7 +353,7 @@ impl Prefixes {
                 && (retention.seconds > 0 || self.is_worth_writing(disk, cache, tokens));
             is_written.then(|| missing_tokens(disk, tokens, &keys))
         });
-        SavePlan { retention, keys, to_write }
+        SavePlan { retention, keys, name: None, to_write }
     }
 
     /// Whether reading the state of `cache` will be better than computing what the store does not have.
@@ -357,7 +370,7 @@ impl Prefixes {
     /// Saves the state of `cache`, which holds exactly `tokens`, for which the plan was made.
     pub fn save(&mut self, cache: &Cache, tokens: &[u32], plan: &SavePlan) -> Result<()> {
         debug_assert_eq!(cache.position, tokens.len());
-        let SavePlan { retention, keys, to_write } = plan;
+        let SavePlan { retention, keys, name, to_write } = plan;
         let length = tokens.len();
         let known = self.tree.find(tokens, length);
         if known.resume < length || known.kv < length {
@@ -366,6 +379,9 @@ impl Prefixes {
             let state = self.needs_state.then(|| owned(&cache.recurrent_state()?).map(StateArrays));
             self.tree.put(tokens, kv.transpose()?, state.transpose()?)?;
             self.reporter.count(|counts| counts.saves += 1);
+        }
+        if let Some(name) = name {
+            self.tree.set_name(tokens, *name);
         }
         if let Some(disk) = &self.disk {
             if to_write.is_some() {
@@ -470,7 +486,12 @@ impl Prefixes {
     fn shrink_to(&mut self, budget: u64) {
         let evicted = self.tree.shrink(budget, self.clock.seconds());
         self.reporter.count(|counts| counts.evictions += evicted as u64);
-        self.reporter.resize(self.tree.size());
+        self.report();
+    }
+
+    /// Lets other threads know what is in memory now.
+    fn report(&self) {
+        self.reporter.set_content(self.tree.size(), self.tree.names(NAMES));
     }
 
     /// Bytes of what is saved in memory.
@@ -491,7 +512,7 @@ impl Prefixes {
     /// Drops everything that is saved in memory.
     pub fn clear_memory(&mut self) {
         self.tree = PrefixTree::new(self.needs_state);
-        self.reporter.resize(self.tree.size());
+        self.report();
     }
 
     /// Waits until everything that was saved is on disk; an error if saving was turned off.

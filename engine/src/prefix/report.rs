@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::tree::CacheSize;
+use super::tree::{CacheSize, NamedPrefix};
 use crate::store::{StoreReport, StoreReporter};
 
 /// Counters since the engine started.
@@ -35,6 +35,8 @@ pub struct PrefixReport {
     pub counts: PrefixCounts,
     /// Content of the prefix cache.
     pub memory: CacheSize,
+    /// The conversations that used it last, newest first.
+    pub names: Vec<NamedPrefix>,
     /// Most bytes of the prefix cache.
     pub memory_budget: u64,
     /// The prefix store, if there is one.
@@ -46,6 +48,13 @@ pub struct PrefixReport {
 pub struct PrefixReporter {
     memory: Arc<Mutex<PrefixReport>>,
     disk: Option<StoreReporter>,
+}
+
+impl From<PrefixReport> for PrefixReporter {
+    /// For what takes the place of an engine: always this report.
+    fn from(report: PrefixReport) -> Self {
+        Self { memory: Arc::new(Mutex::new(report)), disk: None }
+    }
 }
 
 impl std::fmt::Debug for PrefixReporter {
@@ -64,8 +73,15 @@ impl PrefixReporter {
         change(&mut self.memory.lock().counts);
     }
 
-    pub(super) fn resize(&self, memory: CacheSize) {
-        self.memory.lock().memory = memory;
+    pub(super) fn set_content(&self, memory: CacheSize, names: Vec<NamedPrefix>) {
+        let report = &mut *self.memory.lock();
+        (report.memory, report.names) = (memory, names);
+    }
+
+    /// What the prefix cache has now, without the store, whose report takes longer.
+    pub fn in_memory(&self) -> (CacheSize, Vec<NamedPrefix>) {
+        let report = self.memory.lock();
+        (report.memory, report.names.clone())
     }
 
     /// Current sizes and counters.

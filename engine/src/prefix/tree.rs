@@ -7,13 +7,17 @@
 //! Entries are evicted in order of their last use. A state can be evicted on its own, KV only from leaf
 //! nodes: KV that several prefixes share outlives the states along the way.
 //!
+//! A prefix may have the name of the conversation that used it last, as long as a request can resume after it.
+//!
 //! Knows neither models nor disks: KV and states are [`KvRun`] and [`Footprint`].
 //!
 //! Source: RadixAttention (arXiv:2312.07104, section 3), with states as checkpoints.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::error::Result;
+use crate::request::PrefixName;
 use crate::store::{Lru, Recency};
 
 /// Something that takes memory.
@@ -41,6 +45,9 @@ type Id = u64;
 /// The node without tokens, which is never removed.
 const ROOT: Id = 0;
 
+/// Entries that are looked at for each name that is asked for: a conversation has several prefixes.
+const PREFIXES_OF_NAME: usize = 4;
+
 pub struct PrefixTree<R, S> {
     nodes: HashMap<Id, Node<R, S>>,
     /// Nodes with a state, and leaves.
@@ -55,9 +62,13 @@ struct Node<R, S> {
     /// By their first token.
     children: BTreeMap<u32, Id>,
     tokens: Vec<u32>,
+    /// Tokens from the root to its end.
+    end: usize,
     /// `None` only at the root.
     kv: Option<R>,
     state: Option<S>,
+    /// The conversation that used the prefix up to its end last.
+    name: Option<PrefixName>,
     recency: Recency,
 }
 
@@ -85,10 +96,21 @@ struct Walk {
 pub struct CacheSize {
     /// Runs of tokens.
     pub nodes: usize,
+    /// Tokens with KV.
+    pub tokens: usize,
     /// Positions with a recurrent state.
     pub states: usize,
     /// Bytes of KV and states.
     pub bytes: u64,
+}
+
+/// A conversation from whose saved state a request can resume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NamedPrefix {
+    /// Its name.
+    pub name: PrefixName,
+    /// Tokens of its longest prefix among those that were used lately.
+    pub tokens: usize,
 }
 
 impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
@@ -98,8 +120,10 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             parent: ROOT,
             children: BTreeMap::new(),
             tokens: Vec::new(),
+            end: 0,
             kv: None,
             state: None,
+            name: None,
             recency: Recency::default(),
         };
         Self {
@@ -162,7 +186,7 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             debug_assert!(walk.length < tokens.len());
             self.newest += 1;
             let id = self.newest;
-            let tokens = tokens[walk.length..].to_vec();
+            let (end, tokens) = (tokens.len(), tokens[walk.length..].to_vec());
             self.bytes += kv.bytes();
             let parent = self.nodes.get_mut(&at).expect("walked over");
             parent.children.insert(tokens[0], id);
@@ -170,8 +194,10 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
                 parent: at,
                 children: BTreeMap::new(),
                 tokens,
+                end,
                 kv: Some(kv),
                 state: None,
+                name: None,
                 recency: Recency::default(),
             };
             self.nodes.insert(id, node);
@@ -212,6 +238,38 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
         Ok(fits)
     }
 
+    /// Gives the saved prefix `tokens` the name of the conversation that uses it. One that ends within a run of tokens gets
+    /// none: the run belongs to a longer prefix.
+    pub fn set_name(&mut self, tokens: &[u32], name: PrefixName) {
+        let walk = self.walk(tokens);
+        let is_whole = walk.length == tokens.len() && walk.partly.is_none();
+        let last = walk.whole.last().filter(|id| is_whole && **id != ROOT);
+        if let Some(node) = last.and_then(|id| self.nodes.get_mut(id)) {
+            node.name = Some(name);
+        }
+    }
+
+    /// The conversations that used saved state last, newest first: at most `most`. If prefixes are retained, or a
+    /// conversation has many, there are fewer: the work has a bound.
+    pub fn names(&self, most: usize) -> Vec<NamedPrefix> {
+        let newest = self.lru.newest(most * PREFIXES_OF_NAME).filter_map(|id| {
+            let Node { name, end, recency, .. } = &self.nodes[&id];
+            Some((recency.used, NamedPrefix { name: (*name)?, tokens: *end }))
+        });
+        let mut newest: Vec<_> = newest.collect();
+        newest.sort_unstable_by_key(|(used, _)| Reverse(*used));
+        let (mut names, mut places) = (Vec::<NamedPrefix>::new(), HashMap::new());
+        for (_, named) in newest {
+            let place = *places.entry(named.name).or_insert(names.len());
+            match names.get_mut(place) {
+                Some(known) => known.tokens = known.tokens.max(named.tokens),
+                None => names.push(named),
+            }
+        }
+        names.truncate(most);
+        names
+    }
+
     /// Evicts the least recently used until at most `budget` bytes are left, except what is retained
     /// at `now`. Returns the number of evicted states and runs of KV.
     pub fn shrink(&mut self, budget: u64, now: u64) -> usize {
@@ -222,6 +280,7 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
             evicted += 1;
             let node = self.nodes.get_mut(&id).expect("the order names nodes only");
             let state = node.state.take();
+            node.name = None;
             self.bytes -= state.bytes();
             let useless = self.needs_state || state.is_none();
             if node.children.is_empty() && useless {
@@ -250,7 +309,8 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
 
     pub fn size(&self) -> CacheSize {
         let states = self.nodes.values().filter(|node| node.state.is_some()).count();
-        CacheSize { nodes: self.nodes.len() - 1, states, bytes: self.bytes }
+        let tokens = self.nodes.values().map(|node| node.tokens.len()).sum();
+        CacheSize { nodes: self.nodes.len() - 1, tokens, states, bytes: self.bytes }
     }
 
     fn walk(&self, tokens: &[u32]) -> Walk {
@@ -294,9 +354,19 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
         let parent = std::mem::replace(&mut node.parent, upper);
         let children = BTreeMap::from([(node.tokens[0], id)]);
         let recency = Recency { retained_until: 0, ..node.recency };
+        let end = node.end - node.tokens.len();
         let above = self.nodes.get_mut(&parent).expect("every parent is there");
         above.children.insert(tokens[0], upper);
-        let node = Node { parent, children, tokens, kv: Some(first), state: None, recency };
+        let node = Node {
+            parent,
+            children,
+            tokens,
+            end,
+            kv: Some(first),
+            state: None,
+            name: None,
+            recency,
+        };
         self.nodes.insert(upper, node);
         Ok(upper)
     }
@@ -361,200 +431,4 @@ impl<R, S> Node<R, S> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// KV that is its own tokens, so a wrong prefix shows.
-    #[derive(Debug, Clone, PartialEq)]
-    struct Tokens(Vec<u32>);
-
-    impl KvRun for Tokens {
-        fn split(mut self, at: usize) -> Result<(Self, Self)> {
-            let rest = self.0.split_off(at);
-            Ok((self, Self(rest)))
-        }
-
-        fn first(&self, count: usize) -> Result<Self> {
-            Ok(Self(self.0[..count].to_vec()))
-        }
-    }
-
-    impl Footprint for Tokens {
-        fn bytes(&self) -> u64 {
-            10 * self.0.len() as u64
-        }
-    }
-
-    /// A state that is its whole prefix.
-    #[derive(Debug, Clone, PartialEq)]
-    struct Whole(Vec<u32>);
-
-    impl Footprint for Whole {
-        fn bytes(&self) -> u64 {
-            300
-        }
-    }
-
-    fn put(tree: &mut PrefixTree<Tokens, Whole>, tokens: &[u32], has_state: bool) {
-        let known = tree.find(tokens, usize::MAX).kv;
-        let kv = (known < tokens.len()).then(|| Tokens(tokens[known..].to_vec()));
-        tree.put(tokens, kv, has_state.then(|| Whole(tokens.to_vec()))).unwrap();
-    }
-
-    fn get(tree: &mut PrefixTree<Tokens, Whole>, tokens: &[u32]) -> (Vec<u32>, Option<Whole>) {
-        let (kv, state) = tree.get(tokens).unwrap();
-        (kv.into_iter().flat_map(|run| run.0).collect(), state.cloned())
-    }
-
-    #[test]
-    fn prefixes_share_their_beginning() {
-        let mut tree = PrefixTree::new(true);
-        put(&mut tree, &[1, 2, 3, 4], true);
-        put(&mut tree, &[1, 2, 3, 5, 6], true);
-        put(&mut tree, &[1, 2], true);
-        assert_eq!(tree.size(), CacheSize { nodes: 4, states: 3, bytes: 6 * 10 + 3 * 300 });
-        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 9), PrefixMatch { kv: 5, resume: 5 });
-        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 4), PrefixMatch { kv: 5, resume: 2 });
-        assert_eq!(tree.find(&[1, 2, 3, 9], 9), PrefixMatch { kv: 3, resume: 2 });
-        assert_eq!(tree.find(&[2], 9), PrefixMatch::default());
-        let whole = vec![1, 2, 3, 5, 6];
-        assert_eq!(get(&mut tree, &whole), (whole.clone(), Some(Whole(whole))));
-    }
-
-    #[test]
-    fn without_states_a_request_resumes_wherever_there_is_kv() {
-        let mut tree = PrefixTree::new(false);
-        put(&mut tree, &[1, 2, 3, 4], false);
-        assert_eq!(tree.find(&[1, 2, 3, 9], 9), PrefixMatch { kv: 3, resume: 3 });
-        assert_eq!(tree.find(&[1, 2, 3, 4], 3), PrefixMatch { kv: 4, resume: 3 });
-        assert_eq!(get(&mut tree, &[1, 2, 3]), (vec![1, 2, 3], None));
-    }
-
-    /// The state in the middle is the oldest and is evicted; the KV that it shares with the longer
-    /// prefix stays until that one is evicted.
-    #[test]
-    fn states_are_evicted_before_shared_kv() {
-        let mut tree = PrefixTree::new(true);
-        put(&mut tree, &[1, 2], true);
-        put(&mut tree, &[1, 2, 3, 4], true);
-        assert_eq!(tree.shrink(600, 0), 1);
-        assert_eq!(tree.find(&[1, 2, 3, 4], 9), PrefixMatch { kv: 4, resume: 4 });
-        assert_eq!(tree.find(&[1, 2, 3, 4], 3), PrefixMatch { kv: 4, resume: 0 });
-        assert_eq!(tree.shrink(0, 0), 1);
-        assert_eq!(tree.size(), CacheSize::default());
-    }
-
-    #[test]
-    fn retained_prefix_stays_until_its_time() {
-        let mut tree = PrefixTree::new(true);
-        put(&mut tree, &[1, 2], true);
-        assert!(tree.retain(&[1, 2], 100, 0, 320).unwrap());
-        put(&mut tree, &[3, 4], true);
-        assert_eq!(tree.retained_bytes(99), 320);
-        tree.shrink(0, 99);
-        assert_eq!(tree.find(&[1, 2], 9).resume, 2);
-        assert_eq!(tree.find(&[3, 4], 9).resume, 0);
-        tree.shrink(0, 100);
-        assert_eq!(tree.size(), CacheSize::default());
-    }
-
-    /// KV that retained prefixes share counts once.
-    #[test]
-    fn retention_beyond_the_bound_is_refused_and_changes_nothing() {
-        let mut tree = PrefixTree::new(true);
-        for prefix in [&[1, 2][..], &[1, 2, 3], &[4, 5]] {
-            put(&mut tree, prefix, true);
-        }
-        assert!(tree.retain(&[1, 2], 100, 0, 649).unwrap());
-        assert!(!tree.retain(&[4, 5], 100, 0, 639).unwrap());
-        assert_eq!(tree.retained_bytes(0), 320);
-        assert!(tree.retain(&[1, 2, 3], 50, 0, 630).unwrap());
-        assert_eq!((tree.retained_bytes(0), tree.retained_bytes(50)), (630, 320));
-        assert!(tree.retain(&[1, 2], 10, 0, 630).unwrap(), "retained for longer already");
-        // Nothing to resume from.
-        assert!(!tree.retain(&[1], 100, 0, 9999).unwrap());
-        assert!(!tree.retain(&[4, 5, 6], 100, 0, 9999).unwrap());
-        // Retention that is over does not count.
-        assert!(tree.retain(&[4, 5], 200, 100, 320).unwrap());
-        tree.shrink(0, 100);
-        assert_eq!(tree.find(&[1, 2, 3], 9), PrefixMatch::default());
-        assert_eq!(tree.find(&[4, 5], 9).resume, 2);
-    }
-
-    #[test]
-    fn retention_within_a_run_of_tokens_covers_only_its_prefix() {
-        let mut tree = PrefixTree::new(false);
-        put(&mut tree, &[1, 2, 3, 4, 5], false);
-        assert!(!tree.retain(&[1, 2], 100, 0, 19).unwrap());
-        assert!(tree.retain(&[1, 2], 100, 0, 20).unwrap());
-        assert_eq!(tree.shrink(0, 99), 1);
-        assert_eq!(tree.find(&[1, 2, 3, 4, 5], 9), PrefixMatch { kv: 2, resume: 2 });
-        tree.shrink(0, 100);
-        assert_eq!(tree.size(), CacheSize::default());
-    }
-
-    /// 10,000 random operations on sequences that share beginnings, against a plain list of the saved
-    /// prefixes: KV and states are those of the requested prefix, sizes add up, the budget holds, and
-    /// nothing is evicted while there is room.
-    #[test]
-    fn ten_thousand_random_operations_agree_with_a_simple_model() {
-        for needs_state in [true, false] {
-            let mut seed = 7u64;
-            let mut random = |bound: usize| {
-                seed = seed
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963);
-                (seed >> 33) as usize % bound
-            };
-            let mut tree = PrefixTree::new(needs_state);
-            // Saved since the last eviction.
-            let mut model: Vec<Vec<u32>> = Vec::new();
-            for step in 0..10_000 {
-                let mut tokens: Vec<u32> = (0..60).collect();
-                tokens[[0, 10, 25, 40][random(4)]] += 100 * random(3) as u32;
-                let length = [1, 9, 10, 11, 25, 30, 41, 60][random(8)];
-                let prefix = &tokens[..length];
-                let shared =
-                    |other: &Vec<u32>| tokens.iter().zip(other).take_while(|(a, b)| a == b).count();
-                match random(10) {
-                    0..4 => {
-                        put(&mut tree, prefix, needs_state);
-                        model.push(prefix.to_vec());
-                    }
-                    4..8 => {
-                        let limit = random(70);
-                        let found = tree.find(&tokens, limit);
-                        let kv = model.iter().map(shared).max().unwrap_or(0);
-                        assert!(found.kv >= kv, "step {step}: KV is lost");
-                        let whole = model
-                            .iter()
-                            .filter(|other| other.len() <= limit && shared(other) == other.len());
-                        let resume = whole.map(Vec::len).max().unwrap_or(0);
-                        assert!(found.resume >= resume && found.resume <= limit.min(found.kv));
-                        if needs_state && found.resume > 0 {
-                            let at = tokens[..found.resume].to_vec();
-                            assert_eq!(get(&mut tree, &at), (at.clone(), Some(Whole(at))));
-                        } else if found.kv > 0 {
-                            let at = tokens[..1 + random(found.kv)].to_vec();
-                            assert_eq!(get(&mut tree, &at).0, at);
-                        }
-                    }
-                    _ => {
-                        let budget = [400, 1500, 5000][random(3)];
-                        if tree.shrink(budget, 0) > 0 {
-                            model.clear();
-                        }
-                        assert!(tree.size().bytes <= budget, "step {step}");
-                    }
-                }
-                let bytes = |node: &Node<Tokens, Whole>| node.kv.bytes() + node.state.bytes();
-                assert_eq!(tree.nodes.values().map(bytes).sum::<u64>(), tree.bytes, "step {step}");
-                let is_evictable = |node: &Node<Tokens, Whole>| {
-                    node.kv.is_some() && (node.children.is_empty() || node.state.is_some())
-                };
-                let count = tree.nodes.values().filter(|node| is_evictable(node)).count();
-                assert_eq!(count, tree.lru.len(), "step {step}");
-            }
-        }
-    }
-}
+mod tests;

@@ -125,7 +125,8 @@ impl SavedState {
         if tokens.len() < self.min_tokens {
             return;
         }
-        let plan = self.prefixes.plan_save(cache, tokens, retention);
+        let name = sequence.request().prefix_name;
+        let plan = self.prefixes.plan_save(cache, tokens, retention).named(name);
         let bytes = |rows| self.memory.of_saved(cache, rows);
         // The store has a copy of its own until it is written.
         let room = self.make_room(bytes(tokens.len()) + plan.to_write.map_or(0, bytes));

@@ -11,7 +11,7 @@ use super::Sequence;
 use super::prepare::Preparer;
 use crate::error::{ConfigError, Error, Result};
 use crate::prefix::Retention;
-use crate::request::{Message, Request};
+use crate::request::{Message, PrefixName, Request};
 
 /// A conversation whose next message will have the role `role`.
 pub struct Expected {
@@ -25,6 +25,8 @@ pub struct Expected {
 pub struct Prefix {
     pub tokens: Vec<u32>,
     pub retention: Retention,
+    /// The conversation that it belongs to.
+    pub name: Option<PrefixName>,
 }
 
 /// A file named by `warm`: the beginning of a chat request.
@@ -68,6 +70,6 @@ impl Preparer {
         let Expected { request, reasoning, role, retention } = expected;
         let reasoning = reasoning.or(self.text.supports_reasoning().then_some(true));
         let tokens = self.shared_prefix(request, request.messages.len(), reasoning, role)?;
-        Ok(Prefix { tokens, retention: *retention })
+        Ok(Prefix { tokens, retention: *retention, name: request.prefix_name })
     }
 }

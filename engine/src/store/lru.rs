@@ -75,6 +75,13 @@ impl<K: Copy + Ord> Lru<K> {
         self.retained.iter().filter(move |(until, ..)| *until > now).map(|(.., key)| *key)
     }
 
+    /// The most recently used entries, newest first: at most `count` of them, after at most as many that are retained
+    /// longest.
+    pub fn newest(&self, count: usize) -> impl Iterator<Item = K> {
+        let retained = self.retained.iter().rev().take(count).map(|(.., key)| *key);
+        retained.chain(self.free.iter().rev().take(count).map(|(_, key)| *key))
+    }
+
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.free.len() + self.retained.len()
@@ -123,6 +130,19 @@ mod tests {
         assert_eq!(lru.pop_oldest(70), Some('d'));
         assert!(lru.remove('e', recency(5, 60)));
         assert_eq!(lru.pop_oldest(u64::MAX), None);
+    }
+
+    #[test]
+    fn the_newest_entries_come_first_after_those_that_are_retained() {
+        let mut lru = Lru::default();
+        for (key, used, until) in
+            [('a', 1, 0), ('b', 4, 0), ('c', 2, 50), ('d', 3, 70), ('e', 5, 0)]
+        {
+            lru.insert(key, recency(used, until));
+        }
+        assert_eq!(lru.newest(2).collect::<String>(), "dceb");
+        assert_eq!(lru.newest(9).collect::<String>(), "dceba");
+        assert_eq!(lru.newest(0).count(), 0);
     }
 
     #[test]

@@ -354,6 +354,19 @@ impl Access {
         }
     }
 
+    /// Whether a caller sees what concerns the clients of all profiles: one with a key of an operator or of the server,
+    /// and everyone on a server that has no keys.
+    pub fn sees_all(&self, caller: &Caller) -> bool {
+        match caller {
+            Caller::Operator | Caller::AllProfiles => true,
+            Caller::Profile(_) => false,
+            Caller::Anonymous => {
+                let Keys { requires_key, has_operators, profiles, .. } = &*self.keys();
+                !requires_key && !has_operators && profiles.values().all(|gate| !gate.requires_key)
+            }
+        }
+    }
+
     /// Most sequences of `profile` that run at the same time, whatever its requests split into; 0 is no limit.
     pub fn running_limit(&self, profile: &str) -> usize {
         self.keys().profiles.get(profile).map_or(0, |gate| gate.limit)

@@ -16,6 +16,7 @@ use super::body::{Bodies, Limit, ReadBody};
 use super::error::ApiError;
 use super::metrics::Metrics;
 use super::origin::Origins;
+use super::prefix_names::PrefixNames;
 use super::pulls::Pulls;
 use super::register::Register;
 use super::response_store::ResponseStore;
@@ -41,6 +42,7 @@ pub struct App {
     /// Shared with the logs of running requests, which count their outcomes.
     pub(super) metrics: Arc<Metrics>,
     pub(super) origins: Origins,
+    pub(super) prefix_names: PrefixNames,
     /// Limit on log lines about refused hosts and origins.
     pub(super) refusals: Throttle,
     pub(super) bodies: Bodies,
@@ -91,6 +93,7 @@ impl App {
             access: Access::new(config, keys, link),
             metrics: Arc::default(),
             origins: Origins::new(config),
+            prefix_names: PrefixNames::default(),
             refusals: Throttle::default(),
             bodies: Bodies::new(config),
             register: Register::default(),

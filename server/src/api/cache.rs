@@ -108,7 +108,7 @@ pub async fn get(
 
 impl From<PrefixReport> for CacheBody {
     fn from(report: PrefixReport) -> Self {
-        let PrefixReport { counts, memory, memory_budget, disk } = report;
+        let PrefixReport { counts, memory, names: _, memory_budget, disk } = report;
         Self {
             memory: MemoryBody {
                 prefixes: memory.nodes,

@@ -14,7 +14,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::Response;
 use serde_json::{Map, Value};
-use steersman_engine::request::{Choice, Choices, Event, Request};
+use steersman_engine::request::{Choice, Choices, Event, PrefixName, Request};
 use steersman_engine::{Error, RequestError, policy};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
@@ -24,6 +24,7 @@ use super::access::{self, Admission, Caller, Destination};
 use super::app::App;
 use super::error::ApiError;
 use super::log::RequestLog;
+use super::prefix_names;
 use super::protocol::{Call, Parsed, Place, Protocol};
 use super::reply::Head;
 use super::request_id::{REQUEST_ID, random_hex};
@@ -74,10 +75,12 @@ pub async fn handle<P: Protocol>(
     let began = begin::<P>(&app, &caller, &headers, body, received, shutdown, &mut log);
     let began = began.instrument(span).await;
     let Began { protocol, head, events, is_stream } = began.map_err(|error| log.failed(error))?;
-    match is_stream {
-        true => stream(protocol, head, events, log).await,
-        false => whole(protocol, head, events, log).await,
-    }
+    let prefix = head.prefix;
+    let response = match is_stream {
+        true => stream(protocol, head, events, log).await?,
+        false => whole(protocol, head, events, log).await?,
+    };
+    Ok(prefix_names::with_name(response, prefix))
 }
 
 /// The route of a path as it is documented: clients may leave out `/v1`.
@@ -128,8 +131,10 @@ async fn begin<P: Protocol>(
     batch.notes.extend(keep(app, index, keep_alive));
     batch.offer_tools(app, &admission).await;
     batch.check(app, &admission).await?;
+    let prefix = batch.prefix_name(app, &seen.key, &admission, &app.models.name(index));
     let terms = Terms {
         profile: &admission.profile,
+        prefix,
         running_limit: app.access.running_limit(&admission.profile),
         caller: &seen,
         deadline,
@@ -164,6 +169,7 @@ struct Job {
 /// What all requests of a body have in common.
 struct Terms<'a> {
     profile: &'a str,
+    prefix: Option<PrefixName>,
     running_limit: usize,
     caller: &'a policy::Caller,
     deadline: Instant,
@@ -212,6 +218,20 @@ impl<P: Protocol> Batch<P> {
         Ok(())
     }
 
+    /// The name of the beginning of the conversation, which a client with `key` sends to `model`; `None` for what is no
+    /// conversation, or has no state here because an upstream computes it.
+    fn prefix_name(
+        &self,
+        app: &App,
+        key: &str,
+        admission: &Admission,
+        model: &str,
+    ) -> Option<PrefixName> {
+        admission.backend.engine()?;
+        let [Job { request, .. }] = &self.jobs[..] else { return None };
+        app.prefix_names.of(key, model, &request.messages)
+    }
+
     /// An error of job `index`, with the names of the client's fields.
     fn named(&self, index: usize, error: ApiError) -> ApiError {
         error.in_fields(&self.protocol.prompt_field(index * self.choices), &self.tool_fields)
@@ -230,6 +250,7 @@ impl<P: Protocol> Batch<P> {
         for (number, Job { request, toolbox }) in self.jobs.into_iter().enumerate() {
             let request = Request {
                 profile: terms.profile.into(),
+                prefix_name: terms.prefix,
                 running_limit: terms.running_limit,
                 caller: terms.caller.clone(),
                 deadline: Some(terms.deadline.into_std()),
@@ -252,8 +273,18 @@ impl<P: Protocol> Batch<P> {
         let Self { protocol, choices, tool_fields, notes, .. } = self;
         let (model, profile) = (admission.model.clone(), admission.profile.clone());
         let (id, created) = (log.id.clone(), terms.created);
-        let head =
-            Head { id, created, model, profile, choices, tool_fields, notes, ..Head::default() };
+        let prefix = terms.prefix;
+        let head = Head {
+            id,
+            created,
+            model,
+            profile,
+            prefix,
+            choices,
+            tool_fields,
+            notes,
+            ..Head::default()
+        };
         Ok((sources, head, protocol))
     }
 }

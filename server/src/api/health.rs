@@ -11,9 +11,11 @@ use axum::{Extension, Json};
 use schemars::JsonSchema;
 use serde::Serialize;
 use steersman_engine::policy::{PolicyReport, Use};
+use steersman_engine::report::{NamedPrefix, PrefixReporter};
 use steersman_engine::{Engine, Error};
 use steersman_models::pool::Report;
 
+use super::access::Caller;
 use super::app::App;
 use super::blocking::blocking;
 use super::error::ApiError;
@@ -72,6 +74,30 @@ struct EngineHealth {
     stalls: u64,
     /// Bytes of arrays by account.
     bytes: BTreeMap<&'static str, u64>,
+    prefixes: PrefixHealth,
+}
+
+/// What the prefix cache of an engine has in memory.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct PrefixHealth {
+    /// Runs of tokens.
+    count: usize,
+    /// Tokens with saved state, once for all conversations that share them.
+    tokens: usize,
+    /// The conversations that used it last, newest first: at most 256. Null without a key that opens all profiles, if
+    /// the server has keys.
+    held: Option<Vec<HeldPrefix>>,
+}
+
+/// A conversation from whose saved state a request can resume.
+#[derive(Serialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct HeldPrefix {
+    /// The header `X-Steersman-Prefix` of its replies.
+    prefix: String,
+    /// Tokens of the longest prefix.
+    tokens: usize,
 }
 
 /// Where a model is.
@@ -90,7 +116,11 @@ struct ModelHealth {
 
 /// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped, or prepares a request
 /// for too long.
-pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> {
+pub async fn get(
+    State(app): State<Arc<App>>,
+    caller: Option<Extension<Caller>>,
+) -> Result<Json<Health>, ApiError> {
+    let sees_all = caller.is_some_and(|Extension(caller)| app.access.sees_all(&caller));
     let engines = app.models.engines();
     if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
@@ -106,7 +136,7 @@ pub async fn get(State(app): State<Arc<App>>) -> Result<Json<Health>, ApiError> 
         status: "ok",
         model: app.models.name(0),
         waiting: engines.iter().map(Engine::waiting).sum(),
-        engines: engines.iter().map(EngineHealth::from).collect(),
+        engines: engines.iter().map(|engine| EngineHealth::of(engine, sees_all)).collect(),
         models: models.into_iter().map(ModelHealth::from).collect(),
         machine: Load::now(),
         open_breakers: open_breakers(&policies),
@@ -139,8 +169,9 @@ impl From<(String, &'static str, Report)> for ModelHealth {
     }
 }
 
-impl From<&Engine> for EngineHealth {
-    fn from(engine: &Engine) -> Self {
+impl EngineHealth {
+    /// What `engine` does; the conversations that it holds for who `sees_all` of them.
+    fn of(engine: &Engine, sees_all: bool) -> Self {
         let (info, activity) = (engine.info(), engine.info().activity.report());
         let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
         bytes.extend(metrics::accounts(&activity.bytes));
@@ -157,6 +188,19 @@ impl From<&Engine> for EngineHealth {
             preemptions: activity.preemptions,
             stalls: activity.stalls,
             bytes,
+            prefixes: PrefixHealth::of(&info.prefixes, sees_all),
+        }
+    }
+}
+
+impl PrefixHealth {
+    fn of(prefixes: &PrefixReporter, sees_all: bool) -> Self {
+        let (memory, names) = prefixes.in_memory();
+        let held = |NamedPrefix { name, tokens }| HeldPrefix { prefix: name.to_string(), tokens };
+        Self {
+            count: memory.nodes,
+            tokens: memory.tokens,
+            held: sees_all.then(|| names.into_iter().map(held).collect()),
         }
     }
 }

@@ -21,21 +21,9 @@ const ERROR_BYTES: usize = 4096;
 ///
 /// Answers to wrong keys are slowed down.
 pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let has_key =
-        [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
-    // Who has a key that has expired does not guess.
-    let is_unknown = match &caller {
-        Ok(caller) => *caller == Caller::Anonymous,
-        Err(error) => error.code != KEY_EXPIRED,
-    };
-    let may_guess = has_key && is_unknown;
-    let guess = may_guess.then(|| Guess {
-        request_id: request_id::text(request.headers()).into(),
-        route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().into()),
-        address: connection.as_ref().map(|connection| connection.address.to_string()),
-    });
+    let guess = guess(&request, &caller);
     let response = match caller {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
@@ -48,11 +36,52 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
     };
     let is_refused = [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status());
     if let Some(guess) = guess.filter(|_| is_refused) {
-        // Others need not wait for a connection that only waits.
-        connection.inspect(|connection| connection.waits());
-        app.access.pause(&guess).await;
+        pause(&app, connection.as_deref(), &guess).await;
     }
     response
+}
+
+/// Hands the [`Caller`] of a valid key to the handler of a route that needs none.
+///
+/// What such a route tells to a key alone shows whether a key is valid: answers to wrong ones are slowed down.
+pub async fn recognize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let connection = request.extensions().get::<Arc<Connection>>().cloned();
+    let caller = app.access.caller(request.headers());
+    let guess = guess(&request, &caller).filter(|_| !app.access.sees_all(&Caller::Anonymous));
+    if let Ok(caller) = caller {
+        request.extensions_mut().insert(caller);
+    }
+    let response = next.run(request).await;
+    if let Some(guess) = guess {
+        pause(&app, connection.as_deref(), &guess).await;
+    }
+    response
+}
+
+/// The guess that a request is if it has a key that nobody has.
+fn guess(request: &Request, caller: &Result<Caller, ApiError>) -> Option<Guess> {
+    let has_key =
+        [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
+    // Who has a key that has expired does not guess.
+    let is_unknown = match caller {
+        Ok(caller) => *caller == Caller::Anonymous,
+        Err(error) => error.code != KEY_EXPIRED,
+    };
+    (has_key && is_unknown).then(|| Guess {
+        request_id: request_id::text(request.headers()).into(),
+        route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().into()),
+        address: request
+            .extensions()
+            .get::<Arc<Connection>>()
+            .map(|connection| connection.address.to_string()),
+    })
+}
+
+/// Waits before the answer to a guess.
+async fn pause(app: &App, connection: Option<&Connection>, guess: &Guess) {
+    // Others need not wait for a connection that only waits.
+    connection.inspect(|connection| connection.waits());
+    app.access.pause(guess).await;
 }
 
 /// Refuses requests with another server's `Host` or a foreign `Origin`, on all routes.

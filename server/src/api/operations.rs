@@ -13,8 +13,8 @@ use super::completions::{self, Completions};
 use super::embeddings::{self, Embeddings};
 use super::ollama::{self, Embed, Ollama};
 use super::openapi::{
-    self, JSON, Key, LINES, Operation, SCRIPT, SSE, TEXT, any, body, event, event_or_done, get,
-    post, reply, text,
+    self, JSON, Key, LINES, NO_HEADERS, Operation, SCRIPT, SSE, TEXT, any, body, event,
+    event_or_done, get, post, reply, text,
 };
 use super::protocol::Protocol;
 use super::rerank::{self, Rerank};
@@ -27,6 +27,12 @@ use super::{
     search, serve, session, tokens, trace,
 };
 
+/// The header of replies to conversations.
+const CONVERSATION: &[(&str, &str)] = &[(
+    "x-steersman-prefix",
+    "Names the beginning of the conversation, as `GET /health` does if this server holds its state",
+)];
+
 /// Everything that the server answers. Routes that exist with and without `/v1` are listed with it.
 pub const OPERATIONS: &[Operation] = &[
     post(
@@ -34,13 +40,15 @@ pub const OPERATIONS: &[Operation] = &[
         "A chat completion",
         (JSON, Chat::schema),
         &[(JSON, reply::<chat::ChatCompletion>), (SSE, event_or_done::<chat::ChatCompletionChunk>)],
-    ),
+    )
+    .with_headers(CONVERSATION),
     post(
         "/v1/responses",
         "A response",
         (JSON, Responses::schema),
         &[(JSON, reply::<responses::ResponseBody>), (SSE, event::<responses::ResponseEvent>)],
-    ),
+    )
+    .with_headers(CONVERSATION),
     get("/v1/responses/{id}", "A stored response", &[(JSON, reply::<responses::ResponseBody>)]),
     Operation {
         method: "delete",
@@ -49,6 +57,7 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Client,
         body: None,
         replies: &[(JSON, reply::<responses::DeletedResponse>)],
+        headers: NO_HEADERS,
     },
     get(
         "/v1/responses/{id}/input_items",
@@ -81,7 +90,8 @@ pub const OPERATIONS: &[Operation] = &[
         "A message of Anthropic's",
         (JSON, Messages::schema),
         &[(JSON, reply::<anthropic::MessageReply>), (SSE, event::<anthropic::StreamEvent>)],
-    ),
+    )
+    .with_headers(CONVERSATION),
     post(
         "/v1/messages/count_tokens",
         "The tokens of a message's prompt",
@@ -124,6 +134,7 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Operator,
         body: None,
         replies: &[(JSON, reply::<pull::StoppedPull>)],
+        headers: NO_HEADERS,
     },
     post(
         "/v1/models/serve",
@@ -139,6 +150,7 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Operator,
         body: Some((JSON, body::<ServeModel>)),
         replies: &[(JSON, reply::<serve::ServedModel>)],
+        headers: NO_HEADERS,
     },
     post(
         "/api/chat",
@@ -148,7 +160,8 @@ pub const OPERATIONS: &[Operation] = &[
             (JSON, reply::<ollama::Line<ollama::ChatContent>>),
             (LINES, reply::<ollama::Line<ollama::ChatContent>>),
         ],
-    ),
+    )
+    .with_headers(CONVERSATION),
     post(
         "/api/generate",
         "A reply to a prompt, for clients of Ollama",
@@ -157,7 +170,8 @@ pub const OPERATIONS: &[Operation] = &[
             (JSON, reply::<ollama::Line<ollama::GeneratedContent>>),
             (LINES, reply::<ollama::Line<ollama::GeneratedContent>>),
         ],
-    ),
+    )
+    .with_headers(CONVERSATION),
     post(
         "/api/embed",
         "Embeddings of texts, for clients of Ollama",
@@ -197,6 +211,7 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Operator,
         body: Some((JSON, body::<Show>)),
         replies: &[],
+        headers: NO_HEADERS,
     },
     get("/v1/cache", "The prefix cache", &[(JSON, reply::<cache::CacheBody>)]),
     get("/v1/downloads", "Models on the disk", &[(JSON, reply::<downloads::Downloads>)])
@@ -236,6 +251,7 @@ pub const OPERATIONS: &[Operation] = &[
         key: Key::Operator,
         body: None,
         replies: &[(JSON, reply::<policies::ActivationBody>)],
+        headers: NO_HEADERS,
     },
     get(
         "/v1/policies/{name}/shadow",

@@ -15,6 +15,7 @@ use axum::http::{HeaderValue, Method, header};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::error::ApiError;
+use super::prefix_names::PREFIX;
 use super::request_id::REQUEST_ID;
 use crate::config::ServerConfig;
 
@@ -51,7 +52,7 @@ impl Origins {
             .allow_methods([Method::GET, Method::POST])
             // A wildcard would not cover `Authorization`.
             .allow_headers(AllowHeaders::mirror_request())
-            .expose_headers([REQUEST_ID, header::RETRY_AFTER])
+            .expose_headers([REQUEST_ID, PREFIX, header::RETRY_AFTER])
             .allow_private_network(true)
             .max_age(MAX_AGE)
     }

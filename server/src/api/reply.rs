@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use serde::{Serialize, Serializer};
 use serde_json::value::RawValue;
-use steersman_engine::request::{Arguments, CallDelta, Event, Finished, Logprob, ToolCall, Usage};
+use steersman_engine::request::{
+    Arguments, CallDelta, Event, Finished, Logprob, PrefixName, ToolCall, Usage,
+};
 
 use super::probability::Probabilities;
 use crate::mcp::Ran;
@@ -21,6 +23,8 @@ pub struct Head {
     pub model: String,
     /// The profile of the requests.
     pub profile: String,
+    /// Names the beginning of the conversation, if this server holds its state.
+    pub prefix: Option<PrefixName>,
     /// Choices of each request: as many replies in a row have one prompt.
     pub choices: usize,
     /// The fields of the body that have the schemas of the client's tools.

@@ -27,6 +27,7 @@ mod on_demand;
 mod openapi;
 mod operations;
 mod origin;
+mod prefixes;
 mod prompt_fields;
 mod pull;
 mod queries;

@@ -136,7 +136,9 @@ async fn allowed_origins_are_answered_preflight_included() {
         assert_eq!(response.status().as_u16(), status, "pages can read errors too");
         assert_eq!(response.headers()["access-control-allow-origin"], "https://app.example");
         let exposed = &response.headers()["access-control-expose-headers"];
-        assert!(exposed.to_str().unwrap().contains("x-request-id"));
+        for header in ["x-request-id", "x-steersman-prefix"] {
+            assert!(exposed.to_str().unwrap().contains(header), "{exposed:?}");
+        }
     }
 }
 

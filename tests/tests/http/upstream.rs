@@ -168,7 +168,10 @@ async fn a_stream_passes_on_and_has_the_counts_of_its_end() {
     let mut body = asks();
     body["stream"] = true.into();
     body["stream_options"] = json!({"include_usage": true});
-    let stream = bytes(send(&app, post(body.to_string())).await).await;
+    let response = send(&app, post(body.to_string())).await;
+    // Its state is not here.
+    assert!(!response.headers().contains_key("x-steersman-prefix"));
+    let stream = bytes(response).await;
     let chunks = data(&stream);
     let texts: String = chunks
         .iter()

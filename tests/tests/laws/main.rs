@@ -18,6 +18,7 @@ mod mcp;
 mod operations;
 mod owners;
 mod places;
+mod prefix_names;
 mod profiles;
 mod reference;
 mod refusals;

@@ -92,6 +92,7 @@ const HOUSES: [House; 6] = [
             ("live", ""),
             ("message", ""),
             ("mlx", "error"),
+            ("prefix_name", ""),
             ("profile", "error"),
             ("span", ""),
             ("store_error", ""),

@@ -15,6 +15,30 @@ const fn parameters(
     Arguments::Parameters { key, text, close, separator }
 }
 
+/// What a row has where it says nothing else: no tags, and calls in JSON.
+const ROW: Format = Format {
+    name: "",
+    signs: &[],
+    open: None,
+    close: None,
+    inner: &[],
+    bare: None,
+    untagged: None,
+    ids: Ids::Call,
+    dialect: Dialect::Json,
+    read: json::objects,
+    written: WRITTEN,
+};
+
+/// How a row writes calls where it says nothing else: as objects with the keys `name` and `arguments`.
+const WRITTEN: Written = Written {
+    section: ["", ""],
+    call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
+    is_numbered: false,
+    between: "",
+    arguments: Arguments::Json,
+};
+
 /// A format of one list of objects with the keys `name` and `arguments`.
 const fn list(
     name: &'static str,
@@ -28,19 +52,8 @@ const fn list(
         signs,
         open: Some(open),
         close,
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::objects,
-        written: Written {
-            section,
-            call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
-            is_numbered: false,
-            between: ", ",
-            arguments: Arguments::Json,
-        },
+        written: Written { section, between: ", ", ..WRITTEN },
+        ..ROW
     }
 }
 
@@ -50,21 +63,14 @@ pub static FORMATS: &[Format] = &[
     Format {
         name: "harmony",
         signs: &[&["<|channel|>", "<|message|>"]],
-        open: None,
-        close: None,
         inner: harmony::TAGS,
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: json::harmony,
         written: Written {
-            section: ["", ""],
             call: [harmony::CALL_HEADER, " <|constrain|>json<|message|>", ""],
-            is_numbered: false,
             between: "<|end|>",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "kimi",
@@ -72,10 +78,8 @@ pub static FORMATS: &[Format] = &[
         open: Some("<|tool_calls_section_begin|>"),
         close: Some("<|tool_calls_section_end|>"),
         inner: &["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
-        bare: None,
         untagged: Some("<|tool_call_begin|>"),
         ids: Ids::Function,
-        dialect: Dialect::Json,
         read: json::kimi,
         written: Written {
             section: ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"],
@@ -85,28 +89,24 @@ pub static FORMATS: &[Format] = &[
                 "<|tool_call_end|>",
             ],
             is_numbered: true,
-            between: "",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "minimax",
         signs: &[&["<minimax:tool_call>"]],
         open: Some("<minimax:tool_call>"),
         close: Some("</minimax:tool_call>"),
-        inner: &[],
-        bare: None,
         untagged: Some("<invoke name=\""),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::minimax,
         written: Written {
             section: ["<minimax:tool_call>\n", "</minimax:tool_call>"],
             call: ["<invoke name=\"", "\">\n", "</invoke>\n"],
-            is_numbered: false,
-            between: "",
             arguments: parameters(["<parameter name=\"", "\">"], Text::Bare, "</parameter>\n", ""),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "deepseek-v3",
@@ -114,10 +114,7 @@ pub static FORMATS: &[Format] = &[
         open: Some("<｜tool▁calls▁begin｜>"),
         close: Some("<｜tool▁calls▁end｜>"),
         inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-        bare: None,
         untagged: Some("<｜tool▁call▁begin｜>"),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: json::deepseek,
         written: Written {
             section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
@@ -126,10 +123,10 @@ pub static FORMATS: &[Format] = &[
                 "\n```json\n",
                 "\n```<｜tool▁call▁end｜>",
             ],
-            is_numbered: false,
             between: "\n",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "deepseek-v3.1",
@@ -137,18 +134,14 @@ pub static FORMATS: &[Format] = &[
         open: Some("<｜tool▁calls▁begin｜>"),
         close: Some("<｜tool▁calls▁end｜>"),
         inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-        bare: None,
         untagged: Some("<｜tool▁call▁begin｜>"),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: json::deepseek,
         written: Written {
             section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
             call: ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-            is_numbered: false,
-            between: "",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "deepseek-v3.2",
@@ -156,23 +149,20 @@ pub static FORMATS: &[Format] = &[
         open: Some("<｜DSML｜function_calls>"),
         close: Some("</｜DSML｜function_calls>"),
         inner: &["｜DSML｜"],
-        bare: None,
         untagged: Some("<｜DSML｜invoke name=\""),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::deepseek,
         written: Written {
             section: ["<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"],
             call: ["<｜DSML｜invoke name=\"", "\">\n", "</｜DSML｜invoke>\n"],
-            is_numbered: false,
-            between: "",
             arguments: parameters(
                 ["<｜DSML｜parameter name=\"", "\" string=\"true\">"],
                 Text::Declared("\" string=\"false\">"),
                 "</｜DSML｜parameter>\n",
                 "",
             ),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "gemma-4",
@@ -180,18 +170,14 @@ pub static FORMATS: &[Format] = &[
         open: Some("<|tool_call>"),
         close: Some("<tool_call|>"),
         inner: &[GEMMA_QUOTE],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
         dialect: Dialect::Quoted(GEMMA_QUOTE),
         read: literals::gemma,
         written: Written {
-            section: ["", ""],
             call: ["<|tool_call>call:", "{", "}<tool_call|>"],
-            is_numbered: false,
-            between: "",
             arguments: parameters(["", ":"], Text::Quoted(GEMMA_QUOTE), "", ","),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "function-gemma",
@@ -199,56 +185,34 @@ pub static FORMATS: &[Format] = &[
         open: Some("<start_function_call>"),
         close: Some("<end_function_call>"),
         inner: &["<escape>"],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
         dialect: Dialect::Quoted("<escape>"),
         read: literals::gemma,
         written: Written {
-            section: ["", ""],
             call: ["<start_function_call>call:", "{", "}<end_function_call>"],
-            is_numbered: false,
-            between: "",
             arguments: parameters(["", ":"], Text::Quoted("<escape>"), "", ","),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "mistral",
         signs: &[&["[TOOL_CALLS]", "[ARGS]"]],
         open: Some("[TOOL_CALLS]"),
-        close: None,
         inner: &["[CALL_ID]", "[ARGS]"],
-        bare: None,
-        untagged: None,
         ids: Ids::Nine,
-        dialect: Dialect::Json,
         read: json::mistral,
-        written: Written {
-            section: ["", ""],
-            call: ["[TOOL_CALLS]", "[ARGS]", ""],
-            is_numbered: false,
-            between: "",
-            arguments: Arguments::Json,
-        },
+        written: Written { call: ["[TOOL_CALLS]", "[ARGS]", ""], ..WRITTEN },
+        ..ROW
     },
     Format {
         name: "mistral-list",
         signs: &[&["[TOOL_CALLS]"]],
         open: Some("[TOOL_CALLS]"),
-        close: None,
         inner: &["[CALL_ID]", "[ARGS]"],
-        bare: None,
-        untagged: None,
         ids: Ids::Nine,
-        dialect: Dialect::Json,
         read: json::mistral,
-        written: Written {
-            section: ["[TOOL_CALLS][", "]"],
-            call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
-            is_numbered: false,
-            between: ", ",
-            arguments: Arguments::Json,
-        },
+        written: Written { section: ["[TOOL_CALLS][", "]"], between: ", ", ..WRITTEN },
+        ..ROW
     },
     Format {
         name: "glm",
@@ -256,15 +220,9 @@ pub static FORMATS: &[Format] = &[
         open: Some("<tool_call>"),
         close: Some("</tool_call>"),
         inner: &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::glm,
         written: Written {
-            section: ["", ""],
             call: ["<tool_call>", "\n", "</tool_call>"],
-            is_numbered: false,
             between: "\n",
             arguments: parameters(
                 ["<arg_key>", "</arg_key>\n<arg_value>"],
@@ -272,7 +230,9 @@ pub static FORMATS: &[Format] = &[
                 "</arg_value>\n",
                 "",
             ),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "lfm2",
@@ -280,70 +240,54 @@ pub static FORMATS: &[Format] = &[
         signs: &[&["<|tool_call_start|>"], &["<|tool_list_start|>"], &["List of tools: ["]],
         open: Some("<|tool_call_start|>"),
         close: Some("<|tool_call_end|>"),
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
         dialect: Dialect::Python,
         read: literals::pythonic,
         written: Written { section: ["<|tool_call_start|>[", "]<|tool_call_end|>"], ..PYTHONIC },
+        ..ROW
     },
     Format {
         name: "seed-oss",
         signs: &[&["<seed:tool_call>"]],
         open: Some("<seed:tool_call>"),
         close: Some("</seed:tool_call>"),
-        inner: &[],
-        bare: None,
         untagged: Some("<function="),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::seed,
         written: Written {
-            section: ["", ""],
             call: ["<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"],
-            is_numbered: false,
             between: "\n",
             arguments: parameters(["<parameter=", ">"], Text::Bare, "</parameter>\n", ""),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "qwen",
         signs: &[&["<function="]],
         open: Some("<tool_call>"),
         close: Some("</tool_call>"),
-        inner: &[],
-        bare: None,
         untagged: Some("<function="),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::qwen,
         written: Written {
-            section: ["", ""],
             call: ["<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"],
-            is_numbered: false,
             between: "\n",
             arguments: parameters(["<parameter=", ">\n"], Text::Bare, "\n</parameter>\n", ""),
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "apertus",
         signs: &[&["<|tools_prefix|>"]],
         open: Some("<|tools_prefix|>"),
         close: Some("<|tools_suffix|>"),
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: json::named,
         written: Written {
             section: ["<|tools_prefix|>[", "]<|tools_suffix|>"],
             call: ["{\"", "\": ", "}"],
-            is_numbered: false,
             between: ", ",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     // Ids of calls, which their results refer to, are numbers that the template makes.
     Format {
@@ -351,19 +295,13 @@ pub static FORMATS: &[Format] = &[
         signs: &[&["<|START_ACTION|>"]],
         open: Some("<|START_ACTION|>"),
         close: Some("<|END_ACTION|>"),
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::objects,
         written: Written {
             section: ["<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"],
             call: ["{\"tool_name\": \"", "\", \"parameters\": ", "}"],
-            is_numbered: false,
             between: ",\n    ",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     // Nemotron Nano 2, and Llama Nemotron.
     list(
@@ -394,43 +332,30 @@ pub static FORMATS: &[Format] = &[
         name: "llama-3",
         signs: &[&["<|start_header_id|>", "\"parameters\": "]],
         open: Some("<|python_tag|>"),
-        close: None,
-        inner: &[],
         bare: Some('{'),
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::objects,
         written: Written {
-            section: ["", ""],
             call: ["{\"name\": \"", "\", \"parameters\": ", "}"],
-            is_numbered: false,
             between: "; ",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
     Format {
         name: "pythonic",
         signs: &[&["[func_name1("], &["<|python_start|>"]],
         open: Some("<|python_start|>"),
         close: Some("<|python_end|>"),
-        inner: &[],
         bare: Some('['),
-        untagged: None,
-        ids: Ids::Call,
         dialect: Dialect::Python,
         read: literals::pythonic,
         written: PYTHONIC,
+        ..ROW
     },
     Format {
         name: "olmo-3",
         signs: &[&["<function_calls>"]],
         open: Some("<function_calls>"),
         close: Some("</function_calls>"),
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
         dialect: Dialect::Python,
         read: literals::pythonic,
         written: Written {
@@ -438,25 +363,20 @@ pub static FORMATS: &[Format] = &[
             between: "\n",
             ..PYTHONIC
         },
+        ..ROW
     },
     Format {
         name: "hermes",
         signs: &[&["<tool_call>"]],
         open: Some("<tool_call>"),
         close: Some("</tool_call>"),
-        inner: &[],
-        bare: None,
-        untagged: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
         read: blocks::qwen,
         written: Written {
-            section: ["", ""],
             call: ["<tool_call>\n{\"name\": \"", "\", \"arguments\": ", "}\n</tool_call>"],
-            is_numbered: false,
             between: "\n",
-            arguments: Arguments::Json,
+            ..WRITTEN
         },
+        ..ROW
     },
 ];
 

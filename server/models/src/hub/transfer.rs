@@ -295,8 +295,7 @@ mod tests {
         };
         let mut part = tempfile::tempfile().unwrap();
         part.write_all(b"text").unwrap();
-        let check =
-            |part: &mut File| append(&client, &plan, &wanted, part, u64::MAX, &mut |_| {});
+        let check = |part: &mut File| append(&client, &plan, &wanted, part, u64::MAX, &mut |_| {});
         assert!(check(&mut part).is_ok(), "it is complete");
         stop.stop();
         assert!(matches!(check(&mut part), Err(HubError::Stopped)));

@@ -71,6 +71,8 @@ pub struct Operation {
     pub body: Option<Content>,
     /// The replies with status 200. The schema of a stream is that of its items.
     pub replies: &'static [Content],
+    /// Headers that replies with status 200 may have beside those that all have, and what they say.
+    pub headers: &'static [(&'static str, &'static str)],
 }
 
 /// The media type of whole replies.
@@ -124,13 +126,17 @@ pub fn any(_: &mut Schemas) -> Value {
     json!({"type": "object"})
 }
 
+/// No headers beside those that all replies have.
+pub const NO_HEADERS: &[(&str, &str)] = &[];
+
 /// A `GET` for clients.
 pub const fn get(
     path: &'static str,
     summary: &'static str,
     replies: &'static [Content],
 ) -> Operation {
-    Operation { method: "get", path, summary, key: Key::Client, body: None, replies }
+    let (key, body, headers) = (Key::Client, None, NO_HEADERS);
+    Operation { method: "get", path, summary, key, body, replies, headers }
 }
 
 /// A `POST` for clients.
@@ -140,13 +146,19 @@ pub const fn post(
     body: Content,
     replies: &'static [Content],
 ) -> Operation {
-    Operation { method: "post", path, summary, key: Key::Client, body: Some(body), replies }
+    let (key, body, headers) = (Key::Client, Some(body), NO_HEADERS);
+    Operation { method: "post", path, summary, key, body, replies, headers }
 }
 
 impl Operation {
     /// The operation with another key.
     pub const fn with_key(self, key: Key) -> Self {
         Self { key, ..self }
+    }
+
+    /// The operation with these headers of its replies.
+    pub const fn with_headers(self, headers: &'static [(&'static str, &'static str)]) -> Self {
+        Self { headers, ..self }
     }
 }
 
@@ -207,8 +219,12 @@ fn describe(operation: &Operation, schemas: &mut Schemas, examples: &Value) -> V
             ((*media_type).to_string(), json!({name: schema(schemas)}))
         })
         .collect();
+    let mut own_headers = headers.clone();
+    for (name, description) in operation.headers {
+        own_headers[*name] = json!({"schema": {"type": "string"}, "description": description});
+    }
     let mut responses = json!({
-        "200": {"description": operation.summary, "headers": headers, "content": content},
+        "200": {"description": operation.summary, "headers": own_headers, "content": content},
         "4XX": refused("The request is wrong, or not allowed", &error),
         "5XX": refused("The server cannot answer", &error),
     });

@@ -7,7 +7,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Metadata, Subscriber};
 
 use super::*;
-use crate::BreakerState;
+use crate::{BreakerState, Report};
 
 fn error(status: u16, text: &str) -> Reaction {
     whole(status, &json!({"error": {"message": text}}))
@@ -195,15 +195,8 @@ async fn requests_of_a_profile_wait_for_its_others() {
     assert_eq!(upstream.count(), 2);
 }
 
-/// Who left before the end of each reply used no tokens of the day.
-#[tokio::test]
-async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
-    let acts = vec![delta(json!({"content": "one two three four"})), Hang];
-    let upstream = Scripted::start(vec![streamed(acts)]).await;
-    let model = model(&upstream.url, |_| ());
-    let mut events = begin(&model, ask("What comes then?"));
-    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
-    drop(events);
+/// What the upstream reports when it has counted tokens.
+async fn counted(model: &UpstreamModel) -> Report {
     let counted = async {
         loop {
             let report = model.upstream().report();
@@ -213,10 +206,40 @@ async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let report = tokio::time::timeout(Duration::from_secs(60), counted).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(60), counted).await.expect("no tokens were counted")
+}
+
+/// Who left before the end of each reply used no tokens of the day.
+#[tokio::test]
+async fn the_tokens_of_a_reply_whose_client_leaves_are_counted() {
+    let acts = vec![delta(json!({"content": "one two three four"})), Hang];
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    let mut events = begin(&model, ask("What comes then?"));
+    while !matches!(events.recv().await, Some(Event::Answer(_))) {}
+    drop(events);
+    let report = counted(&model).await;
     // The last piece is not complete, and four bytes of the prompt are a token.
     assert_eq!(report.used[0].1.estimated_tokens, 3);
     assert_eq!(report.tokens_today, 3 + ask("What comes then?").text_bytes() as u64 / 4);
+}
+
+#[tokio::test]
+async fn the_tokens_of_a_reply_that_its_deadline_ends_are_counted() {
+    // A busy machine may need longer for the first piece.
+    for seconds in [1, 4, 16, 64] {
+        let acts = vec![delta(json!({"content": "one two three four"})), Hang];
+        let upstream = Scripted::start(vec![streamed(acts)]).await;
+        let model = model(&upstream.url, |_| ());
+        let deadline = Some(std::time::Instant::now() + Duration::from_secs(seconds));
+        let events = all(begin(&model, Request { deadline, ..ask("?") })).await;
+        assert!(matches!(events.last(), Some(Event::Failed(_))), "{events:?}");
+        if !texts(&events).1.is_empty() {
+            assert_eq!(counted(&model).await.used[0].1.estimated_tokens, 3);
+            return;
+        }
+    }
+    panic!("nothing came in time");
 }
 
 #[tokio::test]

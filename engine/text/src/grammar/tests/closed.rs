@@ -122,8 +122,8 @@ fn objects_that_may_need_other_properties_stay_open() {
     }
 }
 
-/// Closed, the options exclude each other, and `{"a": "x"}` would be a reply: the client's schema allows it twice, and so
-/// not at all.
+/// Closed, the options exclude each other, and `{"a": "x"}` would be a reply: the client's schema allows it twice, and
+/// so not at all.
 #[test]
 fn options_that_overlap_as_they_were_written_are_refused_still() {
     let schema = json!({"oneOf": [
