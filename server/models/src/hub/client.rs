@@ -279,6 +279,14 @@ impl Client {
         while Instant::now() < end && !self.stop.is_stopped() {
             std::thread::sleep(LOOK_EVERY.min(end.saturating_duration_since(Instant::now())));
         }
+        self.refuse_if_stopped()
+    }
+
+    /// Ends what takes long without a request.
+    ///
+    /// # Errors
+    /// [`HubError::Stopped`]
+    pub fn refuse_if_stopped(&self) -> Result<(), HubError> {
         if self.stop.is_stopped() { Err(HubError::Stopped) } else { Ok(()) }
     }
 

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use sha2::{Digest, Sha256};
 use ureq::http::{HeaderMap, header};
 
@@ -83,10 +83,15 @@ fn get_file(
         tracing::debug!(file = file.name, %error, retries, "download continues");
         client.pause(retries)?;
     }
-    if let Err(problem) = verify(file, &part) {
-        // It must not be continued.
-        let _ = fs::remove_file(folder.part(&file.blob));
-        return Err(problem.context(format!("{} was deleted again", context())).into());
+    match verify(client, file, &part) {
+        Ok(()) => {}
+        Err(Failure::Other(problem)) => {
+            // It must not be continued.
+            let _ = fs::remove_file(folder.part(&file.blob));
+            return Err(problem.context(format!("{} was deleted again", context())).into());
+        }
+        // What has arrived stays.
+        Err(failure) => return Err(failure),
     }
     part.sync_all().map_err(HubError::Cache)?;
     folder.finish(&file.blob).map_err(HubError::Cache)?;
@@ -126,8 +131,12 @@ fn append(
 ) -> Result<(), HubError> {
     let mut here = part.metadata().map_err(HubError::Cache)?.len();
     if file.size.is_some_and(|size| here >= size) {
-        if file.size == Some(here) && verify(file, part).is_ok() {
-            return Ok(());
+        if file.size == Some(here) {
+            match verify(client, file, part) {
+                Ok(()) => return Ok(()),
+                Err(Failure::Hub(error)) => return Err(error),
+                Err(Failure::Other(_)) => {}
+            }
         }
         part.set_len(0).map_err(HubError::Cache)?;
         here = 0;
@@ -198,27 +207,35 @@ fn append(
 }
 
 /// Checks the content of `part` against what the hub says.
-fn verify(file: &Wanted, part: &File) -> Result<()> {
-    let bytes = part.metadata()?.len();
-    if let Some(size) = file.size {
-        ensure!(bytes == size, "it has {bytes} bytes, the hub says {size}");
+///
+/// # Errors
+/// [`Failure::Other`] if it is another one. [`Failure::Hub`] says nothing of it: it was not read to its end.
+fn verify(client: &Client, file: &Wanted, part: &File) -> Result<(), Failure> {
+    let bytes = part.metadata().map_err(HubError::Cache)?.len();
+    if let Some(size) = file.size
+        && bytes != size
+    {
+        return Err(anyhow!("it has {bytes} bytes, the hub says {size}").into());
     }
     if let Some(expected) = &file.sha256 {
-        let found = sha256(part).context("reading it")?;
-        ensure!(found == *expected, "its SHA-256 is {found}, the hub says {expected}");
+        let found = sha256(client, part)?;
+        if found != *expected {
+            return Err(anyhow!("its SHA-256 is {found}, the hub says {expected}").into());
+        }
     }
     Ok(())
 }
 
-/// SHA-256 of a file in hex digits.
-fn sha256(mut file: &File) -> std::io::Result<String> {
+/// SHA-256 of a file in hex digits. A large one takes minutes: a stop ends that, too.
+fn sha256(client: &Client, mut file: &File) -> Result<String, HubError> {
     use std::io::Seek;
 
-    file.rewind()?;
+    file.rewind().map_err(HubError::Cache)?;
     let mut sha = Sha256::new();
     let mut bytes = vec![0; HASHED_BYTES];
     loop {
-        match file.read(&mut bytes)? {
+        client.refuse_if_stopped()?;
+        match file.read(&mut bytes).map_err(HubError::Cache)? {
             0 => return Ok(hex::encode(sha.finalize())),
             read => sha.update(&bytes[..read]),
         }
@@ -244,4 +261,46 @@ fn escaped(path: &str) -> String {
         false => format!("%{byte:02X}"),
     };
     path.bytes().map(escape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use steersman_files::{FileName, FilePath};
+
+    use super::*;
+    use crate::hub::client::Times;
+    use crate::hub::{Hub, Stop};
+
+    /// A file was hashed to its end, and a download whose last file it was succeeded after an operator had stopped it.
+    #[test]
+    fn a_stop_ends_the_check_of_a_file_and_keeps_what_has_arrived() {
+        let hub = Hub {
+            endpoint: "http://127.0.0.1:1".into(),
+            cache: "none".into(),
+            token: None,
+            offline: true,
+        };
+        let stop = Stop::default();
+        let client = Client::new(&hub, Times::default(), &stop);
+        let commit = FileName::new("0123456789abcdef0123456789abcdef01234567").unwrap();
+        let plan = Plan::new(Path::new("none"), "owner/tiny", commit).unwrap();
+        let wanted = Wanted {
+            name: "model.safetensors".into(),
+            path: FilePath::new("model.safetensors").unwrap(),
+            size: Some(4),
+            sha256: Some(hex::encode(Sha256::digest("text"))),
+            blob: FileName::new("blob").unwrap(),
+        };
+        let mut part = tempfile::tempfile().unwrap();
+        part.write_all(b"text").unwrap();
+        let check = |part: &mut File| append(&client, &plan, &wanted, part, u64::MAX, &mut |_| {});
+        assert!(check(&mut part).is_ok(), "it is complete");
+        stop.stop();
+        assert!(matches!(check(&mut part), Err(HubError::Stopped)));
+        assert_eq!(part.metadata().unwrap().len(), 4);
+        let verified = verify(&client, &wanted, &part);
+        assert!(matches!(verified, Err(Failure::Hub(HubError::Stopped))));
+    }
 }
