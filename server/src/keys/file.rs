@@ -1,5 +1,6 @@
 //! The file of keys of a running server.
 
+use std::collections::BTreeSet;
 use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 
@@ -77,7 +78,8 @@ impl KeyFile {
     }
 }
 
-/// The keys of the file at `path` as it was `read`; `known`, all revoked, without it or with one that is wrong.
+/// The keys of the file at `path` as it was `read`, and those that were `known` and are not in it, revoked: they open
+/// nothing, and what they opened stays closed.
 fn read_again(read: Result<Keys>, known: &Keys, path: &Path) -> Keys {
     let path = path.display();
     match read {
@@ -86,9 +88,14 @@ fn read_again(read: Result<Keys>, known: &Keys, path: &Path) -> Keys {
             tracing::error!(%path, "file of keys is gone; refusing its keys");
             known.revoked()
         }
-        Ok(keys) => {
-            tracing::info!(%path, keys = keys.keys.len(), "keys read again");
-            keys
+        Ok(read) => {
+            let present: BTreeSet<_> = read.keys.iter().map(|key| key.sha256).collect();
+            let mut keys = known.revoked().keys;
+            keys.retain(|key| !present.contains(&key.sha256));
+            let (present, missing) = (present.len(), keys.len());
+            tracing::info!(%path, keys = present, missing, "keys read again");
+            keys.extend(read.keys);
+            Keys { keys }
         }
         Err(error) => {
             let text = format!("{error:#}");
@@ -133,7 +140,19 @@ mod tests {
             let keys = read_again(read, &known, path);
             assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_some(), "{keys:?}");
         }
-        let keys = read_again(Ok(known.clone()), &Keys::default(), path);
-        assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_none(), "{keys:?}");
+        for before in [Keys::default(), known.clone(), known.revoked()] {
+            let keys = read_again(Ok(known.clone()), &before, path);
+            assert!(keys.keys.len() == 1 && keys.keys[0].revoked.is_none(), "{keys:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_the_file_has_lost_is_revoked() {
+        let (known, path) = (Keys { keys: vec![key(None, false)] }, Path::new(FILE));
+        let other = Key { sha256: [8; 32], ..key(None, false) };
+        let keys = read_again(Ok(Keys { keys: vec![other] }), &known, path);
+        let states: Vec<_> =
+            keys.keys.iter().map(|key| (key.sha256[0], key.revoked.is_some())).collect();
+        assert_eq!(states, [(7, true), (8, false)]);
     }
 }

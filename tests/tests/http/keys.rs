@@ -166,6 +166,24 @@ async fn a_file_of_keys_that_is_lost_or_damaged_opens_nothing() {
     assert_eq!(status(&app, &key, "").await, 200);
 }
 
+/// A server whose file was lost refused everyone, until the first new key, of whatever kind, opened it to all.
+#[tokio::test]
+async fn a_new_file_of_keys_opens_nothing_that_a_lost_one_had_closed() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let laptop = keys(folder.path(), "create laptop").unwrap();
+    keys(folder.path(), "create app-1 --profile strict").unwrap();
+    assert_eq!((status(&app, &laptop, "").await, status(&app, "", "").await), (200, 401));
+    std::fs::remove_file(folder.path().join(FILE)).unwrap();
+    let me = keys(folder.path(), "create me --operator").unwrap();
+    assert_eq!((status(&app, "", "").await, status(&app, &laptop, "").await), (401, 401));
+    assert_eq!((status(&app, "", "strict").await, status(&app, &me, "strict").await), (401, 200));
+    // The operator, who sees the keys of the file, closes it again for good.
+    let (_, made) = create(&app, &me, json!({"name": "laptop"})).await;
+    let laptop = made["key"].as_str().unwrap();
+    assert_eq!((status(&app, laptop, "").await, status(&app, "", "").await), (200, 401));
+}
+
 #[test]
 fn wrong_names_are_explained() {
     let folder = tempfile::tempdir().unwrap();
