@@ -40,8 +40,10 @@ impl Models {
     /// Serves a model on demand under the name `id`, until it is withdrawn. Returns false if the configuration gives the
     /// name to another one; then nothing changes.
     pub fn serve(&self, id: &str, recipe: Arc<dyn Recipe>) -> bool {
-        // Not under the lock of the list: others take the two in the other order.
-        if self.aliases.read().contains_key(id) {
+        // Held until the model is in the list: new aliases withdraw those that they find there. Others take the two locks
+        // in this order, too.
+        let aliases = self.aliases.read();
+        if aliases.contains_key(id) {
             return false;
         }
         let new = Served::on_demand(id, NamedBy::Operator, recipe.clone());

@@ -213,15 +213,12 @@ impl Models {
     /// Sets the aliases, which have been checked against the names of the configured models. They take precedence over
     /// the names of models that an operator serves, which are withdrawn.
     pub fn set_aliases(&self, aliases: BTreeMap<String, String>) {
-        for alias in aliases.keys() {
-            if self.withdraw(alias) {
-                tracing::warn!(
-                    model = alias,
-                    "model is not served any more: an alias has its name"
-                );
-            }
-        }
+        let names: Vec<_> = aliases.keys().cloned().collect();
+        // First, so that none is served under one of the names meanwhile.
         *self.aliases.write() = aliases;
+        for alias in names.iter().filter(|alias| self.withdraw(alias)) {
+            tracing::warn!(model = alias, "model is not served any more: an alias has its name");
+        }
     }
 
     /// The engine of a profile, if its model is one of this process and loaded.
