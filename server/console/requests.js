@@ -6,6 +6,8 @@ import { h, svg, keyed, text, title, chip, number, duration, bytes, percent, tim
 
 const ENDED = ["finished", "failed", "cancelled"];
 const POINTS = 90;
+/** Characters of a search, each of at most three bytes: the server takes 256. */
+const SEARCH = 80;
 
 /** Repeats `work` every `ms` while the page is visible; returns how to stop. */
 export function poll(work, ms) {
@@ -157,7 +159,7 @@ export function requests(element, state) {
   const idle = empty("No requests are running", "Requests appear here as soon as clients send them.");
   const none = empty("No request yet", "Send one from the chat, or with any client of OpenAI's, Anthropic's or Ollama's API.");
   const nothing = empty("Nothing found", state.isOperator ? "No request has this text in its id, route, model, profile, end or notes." : "No request has this text in its route, model, profile or end.");
-  const search = h("input", { id: "search", type: "search", placeholder: state.isOperator ? "id, model, profile, note" : "model, profile", maxlength: "200", autocomplete: "off", spellcheck: "false" });
+  const search = h("input", { id: "search", type: "search", placeholder: state.isOperator ? "id, model, profile, note" : "model, profile", maxlength: SEARCH, autocomplete: "off", spellcheck: "false" });
   const hint = !state.isOperator && notice("info", h("p", {}, state.access.operators
     ? "This key sees numbers. An operator's key also opens each request: its text as it streams, and every policy decision."
     : "An operator opens each request: its text as it streams, and every policy decision. Create a key with: steersman keys create me --operator"));
@@ -184,8 +186,10 @@ export function requests(element, state) {
     if (wanted !== search.value.trim()) return;
     const isEnded = (request) => ENDED.includes(request.phase);
     const [now, past] = [all.filter((r) => !isEnded(r)), all.filter(isEnded)];
-    keyed(activeBody, now, (r) => r.number, row, fill);
-    keyed(endedBody, past, (r) => r.number, row, fill);
+    // A server that was started again counts from 1.
+    const keyOf = ({ number: place, arrived }) => `${place} ${arrived}`;
+    keyed(activeBody, now, keyOf, row, fill);
+    keyed(endedBody, past, keyOf, row, fill);
     active.hidden = now.length === 0;
     idle.hidden = now.length > 0;
     ended.hidden = past.length === 0;
