@@ -178,7 +178,10 @@ document.querySelector("#key-forget").addEventListener("click", () => {
 });
 document.querySelector("#key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key.set(input.value.trim());
+  const value = input.value.trim();
+  // No header carries others, such as the “…” behind the beginning of a key in a list.
+  if (!/^[\x20-\x7e]*$/.test(value)) return askForKey("This is no key: it has characters that no key has.");
+  key.set(value);
   input.value = "";
   dialog.close();
   begin();

@@ -92,7 +92,8 @@ export default {
     await page.route("**/v1/profiles", (route) => (route.request().headers().authorization === "Bearer expired"
       ? route.fulfill({ status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "key_expired", message } }) })
       : route.continue()));
-    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."]]) {
+    // Of the last, the page said that the server did not answer.
+    for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."], ["sk-01234567…", "This is no key: it has characters that no key has."]]) {
       await page.fill("#key-input", key);
       await page.keyboard.press("Enter");
       await page.waitForFunction((words) => document.querySelector("#key-problem").textContent === words, words);
