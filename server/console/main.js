@@ -91,10 +91,13 @@ async function isKnown() {
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 401) return false;
-      const loading = error.status === 503;
-      tell("waiting", loading ? "Loading" : "No answer");
-      main.replaceChildren(notice("info", h("p", { class: "strong" }, loading ? "The server loads its model" : "The server does not answer"),
-        h("p", {}, loading ? "This page opens by itself as soon as it is ready." : "This page tries again every second.")));
+      const isLoading = error.code === "server_loading";
+      const [word, words, next] = isLoading
+        ? ["Loading", "The server loads its model", "This page opens by itself as soon as it is ready."]
+        // What else an answer says, such as that the server has too many connections, is told in its words.
+        : ["No answer", error.status === 0 ? "The server does not answer" : error.message, "This page tries again every second."];
+      tell("waiting", word);
+      main.replaceChildren(notice("info", h("p", { class: "strong" }, words), h("p", {}, next)));
       await new Promise((done) => setTimeout(done, 1000));
     }
   }

@@ -278,6 +278,22 @@ export default {
     await context.close();
   },
 
+  async "a page that is opened while the server cannot answer says why, and opens by itself"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    for (const [code, message, shown] of [
+      ["server_loading", "the models are still being loaded", "The server loads its model"],
+      ["server_busy", "too many connections are open", "too many connections are open"],
+    ]) {
+      await page.route("**/v1/profiles", (route) => route.fulfill({ status: 503, contentType: "application/json", body: JSON.stringify({ error: { code, message } }) }));
+      await page.reload();
+      await page.waitForSelector(`main .notice .strong:text-is('${shown}')`);
+      await check(page, seen, shown);
+      await page.unrouteAll({ behavior: "wait" });
+      await page.waitForSelector(".view.requests h1");
+    }
+    await context.close();
+  },
+
   async "the refusal of a key that was changed meanwhile does not concern the new one"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     const refusal = { status: 401, contentType: "application/json", body: JSON.stringify({ error: { code: "invalid_api_key", message: "wrong key" } }) };
