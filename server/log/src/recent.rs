@@ -75,9 +75,12 @@ impl Recent {
             .fmt_fields(SpanFields)
     }
 
-    /// The oldest lines with larger numbers than `number`, at most so many, and of so many bytes after the first.
+    /// The oldest lines with larger numbers than `number`, at most so many, and of so many bytes after the first. If no
+    /// line has had this number yet, the oldest of all.
     pub fn after(&self, number: u64, lines: usize, bytes: usize) -> Vec<Line> {
         let ring = self.0.lock();
+        // A line that is still to come was read from an earlier process, after which the clock was set back.
+        let number = if number < ring.next { number } else { 0 };
         let start = ring.lines.partition_point(|line| line.number <= number);
         let mut room = bytes;
         let fits = |line: &&Line| {
@@ -202,6 +205,11 @@ mod tests {
         assert_eq!(recent.after(0, 4, 1).len(), 1);
         // A reader of an earlier process gets all lines of this one.
         assert_eq!(recent.after(all(&recent)[0].number - 1, 100, 1000).len(), 10);
-        assert!(recent.after(u64::MAX, 4, 20).is_empty());
+        let last = all(&recent).last().unwrap().number;
+        assert!(recent.after(last, 4, 20).is_empty());
+        // Of one that ran while the clock was ahead: its number would hide all lines until the clock is there again.
+        for later in [last + 1, u64::MAX] {
+            assert_eq!(recent.after(later, 100, 1000).len(), 10, "{later}");
+        }
     }
 }

@@ -552,8 +552,14 @@ pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Resu
             snapshot.models.len()
         );
     }
+    let root = in_cache.and_then(|snapshot| snapshot.root().canonicalize().ok());
+    let is_in_repo = |files: &Path| {
+        let files = files.canonicalize().ok();
+        files.zip(root.as_ref()).is_some_and(|(files, root)| files.starts_with(root))
+    };
     let is_user = |configured: &&Configured| match named_as(&configured.path, sources.room) {
         Ok(NamedAs::Repo(id)) => split_id(id).0 == repo,
+        Ok(NamedAs::Folder(files)) => configured.path == *model || is_in_repo(&files),
         _ => configured.path == *model,
     };
     let users = sources.configured.iter().filter(is_user);

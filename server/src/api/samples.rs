@@ -10,6 +10,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use steersman_engine::Engine;
 use steersman_engine::report::MemoryUse;
+use steersman_upstream::Upstream;
 
 use super::metrics::Metrics;
 use crate::models::Models;
@@ -37,7 +38,7 @@ pub struct Sample {
     seconds: f64,
     /// Requests for replies that ended, in whatever way.
     requests: u64,
-    /// Tokens of replies, those of running requests included, in a second.
+    /// Tokens of replies in a second. Those of running requests are among them, those of upstreams when they are counted.
     tokens_per_second: f64,
     /// Mean time to the first piece of the replies that began; null if none did.
     first_token_ms: Option<f64>,
@@ -88,24 +89,35 @@ struct Counts {
     requests: u64,
     first_tokens: u64,
     first_token_us: u64,
-    /// Tokens by model: an engine counts from 0 when it is loaded again.
-    tokens: BTreeMap<String, u64>,
+    /// Tokens by who counts them: an engine counts from 0 when it is loaded again.
+    tokens: BTreeMap<Counter, u64>,
+}
+
+/// Who counts tokens, by the name.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Counter {
+    Engine(String),
+    Upstream(String),
 }
 
 impl Counts {
     fn sample(&mut self, metrics: &Metrics, models: &Models, seconds: f64) -> Sample {
         let engines = models.engines();
-        let tokens: BTreeMap<_, _> = engines
-            .iter()
-            .map(|engine| {
-                let info = engine.info();
-                (info.model.clone(), info.activity.report().tokens)
-            })
-            .collect();
+        let upstreams: Vec<_> = models.upstreams().iter().map(Upstream::report).collect();
+        let of_engines = engines.iter().map(|engine| {
+            let info = engine.info();
+            (Counter::Engine(info.model.clone()), info.activity.report().tokens)
+        });
+        let of_upstreams = upstreams.iter().map(|upstream| {
+            let used = upstream.used.iter();
+            let tokens: u64 = used.map(|(_, used)| used.reply_tokens + used.estimated_tokens).sum();
+            (Counter::Upstream(upstream.name.clone()), tokens)
+        });
+        let tokens: BTreeMap<Counter, u64> = of_engines.chain(of_upstreams).collect();
         let added: u64 = tokens
             .iter()
-            .map(|(model, now)| {
-                let before = self.tokens.get(model).copied().unwrap_or_default();
+            .map(|(counter, now)| {
+                let before = self.tokens.get(counter).copied().unwrap_or_default();
                 now.checked_sub(before).unwrap_or(*now)
             })
             .sum();
@@ -119,8 +131,16 @@ impl Counts {
             requests: requests.saturating_sub(self.requests),
             tokens_per_second: rounded(added as f64 / seconds.max(1e-3)),
             first_token_ms: (began > 0).then(|| rounded(waited_us as f64 / 1e3 / began as f64)),
-            running: engines.iter().map(|engine| engine.info().activity.report().running).sum(),
-            waiting: engines.iter().map(Engine::waiting).sum(),
+            running: engines
+                .iter()
+                .map(|engine| engine.info().activity.report().running)
+                .chain(upstreams.iter().map(|upstream| upstream.running))
+                .sum(),
+            waiting: engines
+                .iter()
+                .map(Engine::waiting)
+                .chain(upstreams.iter().map(|upstream| upstream.waiting))
+                .sum(),
             memory_bytes: memory_bytes(&engines),
         };
         *self = Self { requests, first_tokens, first_token_us, tokens };

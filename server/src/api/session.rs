@@ -13,10 +13,14 @@ use serde_json::{Map, Value};
 
 use super::access::Guess;
 use super::app::App;
+use super::body::Limit;
 use super::error::ApiError;
 use super::protocol::JSON;
 use super::request_id;
 use crate::connections::Connection;
+
+/// Most bytes of a body, which has a token of 43 characters.
+const BODY_BYTES: usize = 1 << 10;
 
 /// The key of a link.
 #[derive(Serialize, JsonSchema)]
@@ -33,7 +37,9 @@ pub async fn open(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Session>, ApiError> {
-    let body = app.read_json(&headers, body, JSON).await?;
+    // Anyone may send it: it takes nothing of what there is for the bodies of clients.
+    let limit = Limit { bytes: BODY_BYTES, set_by: "for a token", has_budget: false };
+    let body = app.bodies.read(&headers, body, JSON, limit).await?;
     let token = app.bodies.parse(body.bytes, parse).await?;
     let Some(key) = app.access.exchange(&token) else {
         app.metrics.unauthorized();

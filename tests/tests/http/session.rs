@@ -72,6 +72,15 @@ async fn other_tokens_open_nothing() {
     assert_eq!(open(&app, &json!({"token": token})).await.0, 200, "none of them used it up");
 }
 
+/// Anyone could send a body as large as those of clients, and keep these out while it was read and parsed.
+#[tokio::test]
+async fn a_body_without_a_key_is_small() {
+    let (app, token) = linked();
+    let (status, error) = open(&app, &json!({"token": "x".repeat(1 << 10)})).await;
+    assert_eq!((status, &error["error"]["code"]), (413, &json!("request_too_large")), "{error}");
+    assert_eq!(open(&app, &json!({"token": token})).await.0, 200);
+}
+
 /// A page of another site may send a request to this machine, but has no token and is refused
 /// before.
 #[tokio::test]

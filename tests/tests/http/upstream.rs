@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -13,6 +14,7 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 use steersman::config::{ProfileAccess, ServerConfig};
 use steersman::models::Models;
+use steersman::wiring::Wiring;
 use steersman_upstream::{UpstreamConfig, WithoutContinuation};
 use tokio::net::TcpListener;
 
@@ -80,6 +82,15 @@ impl Upstream {
 
 /// An app with a local model and an upstream, which `change` configures further.
 async fn app(upstream: Upstream, change: impl FnOnce(&mut ServerConfig)) -> Router {
+    wired(upstream, change, Wiring::default()).await
+}
+
+/// As [`app`], with this wiring.
+async fn wired(
+    upstream: Upstream,
+    change: impl FnOnce(&mut ServerConfig),
+    wiring: Wiring,
+) -> Router {
     let url = upstream.serve().await;
     let folder = tempfile::tempdir().unwrap();
     let key_file = folder.path().join("key");
@@ -108,7 +119,7 @@ async fn app(upstream: Upstream, change: impl FnOnce(&mut ServerConfig)) -> Rout
     });
     let models = models.await.unwrap();
     drop(folder);
-    steersman::app(models, &server)
+    steersman::app_with(models, &server, wiring)
 }
 
 fn asks() -> Value {
@@ -118,6 +129,29 @@ fn asks() -> Value {
 fn post_to(path: &str, body: &Value) -> axum::http::Request<Body> {
     let request = axum::http::Request::post(path).header(header::CONTENT_TYPE, "application/json");
     request.body(Body::from(body.to_string())).unwrap()
+}
+
+/// Charts of a server whose upstreams answer had no token.
+#[tokio::test]
+async fn the_history_has_tokens_of_upstreams() {
+    let every = Duration::from_millis(20);
+    let wiring = Wiring { samples: Some(every), ..Wiring::default() };
+    let app = wired(Upstream::that_answers(), |_| (), wiring).await;
+    assert_eq!(chat(&app, asks()).await.0, 200);
+    let mut history = Value::Null;
+    let mut rates = Vec::new();
+    for _ in 0..1000 {
+        let request = axum::http::Request::get("/v1/history").body(Body::empty()).unwrap();
+        history = json_of(send(&app, request).await).await;
+        let samples = history["samples"].as_array().unwrap().iter();
+        rates = samples.map(|sample| sample["tokens_per_second"].as_f64().unwrap()).collect();
+        if rates.iter().any(|rate| *rate > 0.0) {
+            break;
+        }
+        tokio::time::sleep(every).await;
+    }
+    // Each token is counted once.
+    assert_eq!(rates.iter().filter(|rate| **rate > 0.0).count(), 1, "{history}");
 }
 
 #[tokio::test]

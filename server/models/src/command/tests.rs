@@ -290,6 +290,22 @@ fn a_model_in_use_is_removed_by_force_only() {
     assert!(sources.bundled.1.exists());
 }
 
+/// A repo was removed whose files the configuration names by a path.
+#[test]
+fn a_repo_of_which_the_configuration_names_a_folder_is_removed_by_force_only() {
+    let root = tempfile::tempdir().unwrap();
+    let mut sources = sources(root.path());
+    let snapshot = root.path().join("hub/models--owner--small/snapshots").join(SHA);
+    let path = snapshot.display().to_string();
+    sources.configured = vec![Configured { key: "model.path".into(), name: "mine".into(), path }];
+    let options = Remove { model: "owner/small".into(), force: false };
+    let error = remove(&sources, &options, &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("the configuration names owner/small (model.path)"), "{error}");
+    assert!(snapshot.is_dir());
+    let removed = printed(|out| remove(&sources, &Remove { force: true, ..options }, out));
+    assert!(removed.starts_with("removed owner/small"), "{removed}");
+}
+
 #[test]
 fn needs_name_what_is_missing_and_what_would_fit() {
     let (gib, limit) = (1 << 30, 10 << 30);
