@@ -222,8 +222,8 @@ async fn a_budget_is_within_the_limit_of_the_reply() {
     }
 }
 
-/// The API refused the requests of a profile with a small `top_p`, and those whose prompt is saved longer than its system
-/// text.
+/// The API refused the requests of a profile with a small `top_p`, and those whose prompt is saved longer than its
+/// system text.
 #[tokio::test]
 async fn combinations_that_the_api_refuses_are_not_sent() {
     let upstream = Scripted::start(vec![message(Vec::new(), "end_turn")]).await;
