@@ -22,7 +22,7 @@ impl Models {
     ///
     /// # Errors
     /// If the key of an upstream cannot be read, or a profile has policies that an upstream cannot carry out. An upstream
-    /// that does not answer is logged.
+    /// that does not answer is logged: what it can carry out is not known, and it is asked again.
     pub fn add_upstreams(
         &mut self,
         server: &ServerConfig,
@@ -39,7 +39,7 @@ impl Models {
         let listed = ask(&self.upstreams)?;
         let found = |name: &str| {
             let upstream = self.upstreams.iter().find(|upstream| upstream.name() == name);
-            upstream.map(Upstream::capabilities)
+            upstream.and_then(Upstream::known_capabilities)
         };
         let problems = problems_of_continuation(&self.policies.report(), server, found);
         if !problems.is_empty() {

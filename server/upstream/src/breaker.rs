@@ -148,7 +148,8 @@ mod tests {
         assert!(breaker.pass().is_ok());
     }
 
-    /// An upstream that was restarted was not asked for five minutes, as each of its many requests had doubled the time.
+    /// An upstream that was restarted was not asked for five minutes, as each of its many requests had doubled the
+    /// time.
     #[tokio::test(start_paused = true)]
     async fn requests_that_fail_together_do_not_lengthen_the_pause() {
         let breaker = Arc::new(Breaker::default());

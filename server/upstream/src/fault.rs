@@ -58,7 +58,8 @@ impl Fault {
         Self::new(UpstreamFault::Failed, problem)
     }
 
-    /// Returns true if the same request may succeed if it is sent again at once, or after the time that the upstream says.
+    /// Returns true if the same request may succeed if it is sent again at once, or after the time that the upstream
+    /// says.
     pub fn is_passing(&self) -> bool {
         use UpstreamFault::{Busy, Failed, Unavailable};
         matches!(self.kind, FaultKind::Upstream(Busy | Unavailable | Failed))

@@ -87,8 +87,8 @@ impl Gate {
         }
     }
 
-    /// Waits until fewer than `limit` requests of `profile` have a place; 0 is no limit. A body may have many requests, and
-    /// each choice is one.
+    /// Waits until fewer than `limit` requests of `profile` have a place; 0 is no limit. A body may have many requests,
+    /// and each choice is one.
     pub async fn place(&self, profile: &str, limit: usize) -> Place<'_> {
         loop {
             // Before the look, so that no place is missed.

@@ -142,8 +142,8 @@ struct Run {
     /// Whether the part that is being written continues a message whose reasoning has ended. Parsers of some servers
     /// take it for reasoning, because they see no end of that in the new text.
     is_after_reasoning: bool,
-    /// Notes on what the request to the upstream lacks, until the reply begins: a fallback may answer before, which looks
-    /// at the first event.
+    /// Notes on what the request to the upstream lacks, until the reply begins: a fallback may answer before, which
+    /// looks at the first event.
     early_notes: Vec<String>,
     blocks: Vec<serde_json::Value>,
     wanted_back: Vec<(String, Option<serde_json::Value>)>,
@@ -514,8 +514,9 @@ impl Run {
         u32::try_from(pieces).unwrap_or(u32::MAX)
     }
 
-    /// Counts the tokens of the request to the upstream that has ended, however it has. A prompt that the upstream has not
-    /// counted takes of the tokens of the day what its text is worth: most servers count at the end of a reply only.
+    /// Counts the tokens of the request to the upstream that has ended, however it has. A prompt that the upstream has
+    /// not counted takes of the tokens of the day what its text is worth: most servers count at the end of a reply
+    /// only.
     fn count(&mut self) {
         let written = self.written();
         let Some((counts, pieces)) = self.tally.end_part(written) else { return };

@@ -68,16 +68,16 @@ impl Reader {
 pub struct Patience {
     /// Time until the next event of any kind.
     event: Duration,
-    /// Time until the next piece, whatever other events come: an upstream that sends pings only is not waited for without
-    /// end.
+    /// Time until the next piece, whatever other events come: an upstream that sends pings only is not waited for
+    /// without end.
     piece: Duration,
     /// The end of that time.
     end: Instant,
 }
 
 impl Patience {
-    /// The time limits of `config` for the piece after `newest`: while other events come, such as pings during reasoning
-    /// that is not sent, it may take as long as the first one.
+    /// The time limits of `config` for the piece after `newest`: while other events come, such as pings during
+    /// reasoning that is not sent, it may take as long as the first one.
     pub fn after(newest: Instant, config: &UpstreamConfig) -> Self {
         let event = config.piece_timeout();
         let piece = event.max(config.first_piece_timeout());

@@ -9,11 +9,12 @@ use crate::upstream::UpstreamModel;
 use crate::{anthropic, openai, run};
 
 impl UpstreamModel {
-    /// Refuses what the client asks for and the upstream does not have.
+    /// Refuses what the client asks for and the upstream does not have. Within a runtime.
     ///
     /// # Errors
     /// Names the field.
     pub fn check(&self, request: &Request) -> Result<(), Error> {
+        self.upstream().ask_again();
         let lacks = Lacks { upstream: self.upstream().name().into() };
         if request.embedding.is_some() {
             return Err(lacks.field("input").into());

@@ -42,8 +42,8 @@ impl Tally {
         }
     }
 
-    /// Ends the part after so many pieces of the upstream. Returns its counts, and its number of pieces; `None` if it has
-    /// ended already.
+    /// Ends the part after so many pieces of the upstream. Returns its counts, and its number of pieces; `None` if it
+    /// has ended already.
     pub fn end_part(&mut self, pieces: u32) -> Option<(Counts, u32)> {
         if !std::mem::take(&mut self.is_open) {
             return None;

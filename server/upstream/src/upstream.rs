@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use secrecy::SecretString;
 use steersman_policy_host::Policies;
 use steersman_request::profile::Profile;
+use tokio::time::Instant;
 
 use crate::breaker::{self, Breaker};
 use crate::capability::{Capabilities, Kind};
@@ -16,6 +18,9 @@ use crate::gate::Gate;
 use crate::memory::Memory;
 use crate::models::{self, Asked};
 use crate::usage::{Usage, Use, Used};
+
+/// Time after which an upstream that did not answer is asked again for its models and its kind.
+const ASK_AGAIN: Duration = Duration::from_secs(30);
 
 /// A server that computes models. Cheap to clone.
 #[derive(Clone)]
@@ -33,8 +38,10 @@ pub(crate) struct Shared {
     pub(crate) memory: Memory,
     policies: Arc<Policies>,
     profiles: BTreeMap<String, Profile>,
-    /// What asking it has found.
-    asked: RwLock<Asked>,
+    /// What asking it has found; `None` until it has answered.
+    asked: RwLock<Option<Asked>>,
+    /// When it is asked again, after it did not answer.
+    pub(crate) ask_again_at: Mutex<Option<Instant>>,
 }
 
 /// A model of an upstream: takes requests, and sends the events of their replies, as an engine does (`submit.rs`).
@@ -86,6 +93,7 @@ impl Upstream {
             policies,
             profiles,
             asked: RwLock::default(),
+            ask_again_at: Mutex::default(),
             config,
         };
         Ok(Self(Arc::new(shared)))
@@ -112,21 +120,52 @@ impl Upstream {
     /// If it does not answer, in words without its key. What the configuration says applies.
     pub async fn ask(&self) -> Result<Vec<String>, String> {
         let asked = models::ask(&self.0.config, self.0.key.clone()).await;
-        let asked = asked.map_err(|fault| fault.problem)?;
+        let asked = asked.map_err(|fault| {
+            *self.0.ask_again_at.lock() = Some(Instant::now() + ASK_AGAIN);
+            fault.problem
+        })?;
         let mut models: Vec<String> = asked.models.keys().cloned().collect();
-        *self.0.asked.write() = asked;
+        *self.0.asked.write() = Some(asked);
         if !self.0.config.models.is_empty() {
             models.clone_from(&self.0.config.models);
         }
         Ok(models)
     }
 
-    /// What it can.
+    /// Asks it again if it did not answer, some time ago. Within a runtime.
+    pub(crate) fn ask_again(&self) {
+        let at = &mut *self.0.ask_again_at.lock();
+        if at.is_none_or(|at| at > Instant::now()) {
+            return;
+        }
+        *at = None;
+        let upstream = self.clone();
+        tokio::spawn(async move {
+            let name = upstream.name();
+            match upstream.ask().await {
+                Ok(_) => tracing::info!(upstream = name, "upstream lists its models now"),
+                Err(problem) => {
+                    tracing::debug!(upstream = name, problem, "upstream does not list its models");
+                }
+            }
+        });
+    }
+
+    /// What it can, if it has answered or its configuration says so.
+    pub fn known_capabilities(&self) -> Option<Capabilities> {
+        let UpstreamConfig { protocol, capabilities, .. } = &self.0.config;
+        let is_told = *protocol == Protocol::Anthropic || capabilities.kind.is_some();
+        let is_known = is_told || self.0.asked.read().is_some();
+        is_known.then(|| self.capabilities())
+    }
+
+    /// What it can; what OpenAI can, as long as it is not known.
     pub fn capabilities(&self) -> Capabilities {
         let of_config = self.0.config.capabilities.kind;
+        let found = self.0.asked.read().as_ref().and_then(|asked| asked.kind);
         let kind = match self.0.config.protocol {
             Protocol::Anthropic => Kind::Anthropic,
-            Protocol::OpenAi => of_config.or(self.0.asked.read().kind).unwrap_or_default(),
+            Protocol::OpenAi => of_config.or(found).unwrap_or_default(),
         };
         Capabilities::new(kind, &self.0.config.capabilities)
     }
@@ -185,7 +224,7 @@ impl UpstreamModel {
     }
 
     fn asked<T>(&self, of: impl FnOnce(&models::Model) -> Option<T>) -> Option<T> {
-        self.upstream.0.asked.read().models.get(self.model()).and_then(of)
+        self.upstream.0.asked.read().as_ref()?.models.get(self.model()).and_then(of)
     }
 
     pub(crate) fn profile(&self, name: &str) -> Option<&Profile> {

@@ -1,15 +1,15 @@
 //! Closes the objects of a schema that list their properties.
 //!
-//! A schema that says nothing of other properties allows any, and small models invent some. OpenAI's strict mode, Ollama,
-//! vLLM and llama.cpp write the listed ones only, and clients expect it. What a closed object allows, the schema allows
-//! too; `additionalProperties` with `true` or a schema keeps an object open.
+//! A schema that says nothing of other properties allows any, and small models invent some. OpenAI's strict mode,
+//! Ollama, vLLM and llama.cpp write the listed ones only, and clients expect it. What a closed object allows, the
+//! schema allows too; `additionalProperties` with `true` or a schema keeps an object open.
 //!
 //! # Which objects stay open
 //! An object stays open if it may need a property that it does not list: beside `allOf`, `anyOf`, `$ref` and the like,
 //! or as a part of one with others that hold for the same object; within a property that another schema describes too;
-//! with a `required` property that is not listed; with keywords that are about further properties. Options of `oneOf` are
-//! closed if their schemas exclude each other as they were written: a reply that fits the closed one of two options may
-//! fit the other, which is open in the client's schema.
+//! with a `required` property that is not listed; with keywords that are about further properties. Options of `oneOf`
+//! are closed if their schemas exclude each other as they were written: a reply that fits the closed one of two options
+//! may fit the other, which is open in the client's schema.
 
 use std::collections::HashSet;
 use std::ptr;
@@ -142,8 +142,8 @@ fn leaves_all_to_one(keywords: &Map<String, Value>, root: &Value) -> bool {
     is_one && own.copied().all(|key| !keywords.contains_key(key))
 }
 
-/// Whether no object is in two of these schemas, because at most one allows objects, or because each requires a property
-/// with values that no other allows.
+/// Whether no object is in two of these schemas, because at most one allows objects, or because each requires a
+/// property with values that no other allows.
 fn exclude_each_other(options: &[Value], root: &Value) -> bool {
     let options: Option<Vec<_>> = options.iter().map(|option| resolved(option, root)).collect();
     let Some(mut options) = options else { return false };

@@ -14,6 +14,9 @@ use crate::openai;
 /// Smallest budget of reasoning that the API takes.
 const LEAST_BUDGET: u32 = 1024;
 
+/// Smallest `top_p` that the API takes with reasoning.
+const LEAST_TOP_P: f32 = 0.95;
+
 /// Seconds for which state is saved unless it is asked for an hour.
 const SHORT_S: u32 = 300;
 
@@ -116,11 +119,11 @@ pub fn body(ask: &Ask<'_>, notes: &mut Vec<String>) -> String {
     let sampling = ask.sampling;
     for (name, value) in [("temperature", sampling.temperature), ("top_p", sampling.top_p)] {
         match value {
-            Some(_) if is_thinking && name == "temperature" => {
-                notes.push(
-                    "left out `temperature`, which the upstream does not take with reasoning"
-                        .into(),
+            Some(value) if is_thinking && (name == "temperature" || value < LEAST_TOP_P) => {
+                let note = format!(
+                    "left out `{name}` {value}, which the upstream does not take with reasoning"
                 );
+                notes.push(note);
             }
             // The API's range ends at 1.
             Some(value) => set(name, (f64::from((value.min(1.0) * 1e4).round()) / 1e4).into()),
@@ -306,11 +309,13 @@ fn save(request: &Request, system: &mut [Value], turns: &mut [Turn]) {
         let seconds = request.retain.iter().filter(|one| is_of(one.at)).map(|one| one.seconds);
         seconds.max()
     };
+    let of_prompt = longest(|at| !matches!(at, SavePoint::System));
     let of_system = longest(|at| matches!(at, SavePoint::System));
+    // The API refuses a time after a shorter one.
+    let of_system = of_system.map(|seconds| seconds.max(of_prompt.unwrap_or(0)));
     if let (Some(seconds), Some(last)) = (of_system, system.last_mut()) {
         last["cache_control"] = control(seconds);
     }
-    let of_prompt = longest(|at| !matches!(at, SavePoint::System));
     let last = turns.last_mut().and_then(|turn| turn.content.last_mut());
     if let (Some(seconds), Some(Block::Other(last))) = (of_prompt, last) {
         last["cache_control"] = control(seconds);

@@ -126,8 +126,8 @@ impl Reader {
         let (index, id) = (call["index"].as_u64(), text(&call["id"]));
         let name = text(&call["function"]["name"]);
         let newest = self.calls.last();
-        // Some repeat id and name in each piece, some have no numbers, some give all calls one number, and some give each
-        // piece an id of its own.
+        // Some repeat id and name in each piece, some have no numbers, some give all calls one number, and some give
+        // each piece an id of its own.
         let is_newest = newest.is_some_and(|(known, known_id)| {
             let is_unnamed = name.is_none() && (index.is_none() || index == *known);
             id.as_ref().is_some_and(|id| id == known_id) || is_unnamed

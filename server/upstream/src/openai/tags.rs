@@ -3,8 +3,8 @@
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
-/// Most bytes of white space before an opening tag. A model may write white space without end, which its client, the limit
-/// of the reply and the loop detector have to see.
+/// Most bytes of white space before an opening tag. A model may write white space without end, which its client, the
+/// limit of the reply and the loop detector have to see.
 const SPACE: usize = 256;
 
 /// Most line breaks before a closing tag that are held back, and left out.
@@ -149,7 +149,8 @@ mod tests {
         assert_eq!(split(Tags::default(), &letters), expected);
     }
 
-    /// A model that wrote line breaks without end was neither seen nor ended, and they were read again with each new one.
+    /// A model that wrote line breaks without end was neither seen nor ended, and they were read again with each new
+    /// one.
     #[test]
     fn white_space_without_end_is_not_held() {
         for (mut tags, space) in [(Tags::default(), " \n"), (Tags::in_reasoning(), "\n")] {

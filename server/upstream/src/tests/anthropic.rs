@@ -222,6 +222,39 @@ async fn a_budget_is_within_the_limit_of_the_reply() {
     }
 }
 
+/// The API refused the requests of a profile with a small `top_p`, and those whose prompt is saved longer than its
+/// system text.
+#[tokio::test]
+async fn combinations_that_the_api_refuses_are_not_sent() {
+    let upstream = Scripted::start(vec![message(Vec::new(), "end_turn")]).await;
+    for (top_p, is_sent) in [(0.9, false), (0.97, true)] {
+        let sampling =
+            SamplingPatch { top_p: Some(top_p), temperature: Some(0.7), ..Default::default() };
+        let mut request = Request {
+            reasoning: Some(true),
+            sampling,
+            retain: vec![
+                Retention { at: SavePoint::System, seconds: 300 },
+                Retention { at: SavePoint::Prompt, seconds: 3600 },
+            ],
+            ..ask("?")
+        };
+        request
+            .messages
+            .insert(0, Message { role: "system".into(), ..ask("Hi").messages.remove(0) });
+        let events = all(begin(&claude(&upstream.url), request)).await;
+        let sent = upstream.body(upstream.count() - 1);
+        assert_eq!(sent.get("top_p").is_some(), is_sent);
+        assert_eq!(sent.get("temperature"), None);
+        let notes = finished(&events).notes.join(";");
+        assert_eq!(notes.contains("left out `top_p`"), !is_sent, "{notes}");
+        assert!(notes.contains("left out `temperature`"), "{notes}");
+        for part in [&sent["system"][0], &sent["messages"][0]["content"][0]] {
+            assert_eq!(part["cache_control"]["ttl"], "1h", "{sent}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn what_messages_do_not_have_is_refused_by_name() {
     let model = claude("http://127.0.0.1:1");

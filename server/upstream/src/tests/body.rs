@@ -187,3 +187,24 @@ async fn an_upstream_is_asked_for_its_models_and_its_kind() {
     assert_eq!(model.upstream().model("owner/m").context(), Some(40960));
     assert_eq!(model.upstream().model("owner/m").model(), "owner/m");
 }
+
+/// An upstream that was started after this server was taken for one that has OpenAI's fields only, until a restart.
+#[tokio::test]
+async fn an_upstream_that_was_away_is_asked_again() {
+    let upstream = Scripted::with_models(json!("starting"), vec![says("x")]).await;
+    let model = model(&upstream.url, |_| ());
+    assert!(model.upstream().ask().await.is_err());
+    assert!(model.upstream().known_capabilities().is_none());
+    upstream.list(json!({"data": [{"id": "m", "owned_by": "vllm"}]}));
+    let at = &model.upstream().shared().ask_again_at;
+    assert!(at.lock().is_some());
+    *at.lock() = Some(tokio::time::Instant::now());
+    model.check(&ask("?")).unwrap();
+    let known = async {
+        while model.upstream().known_capabilities().is_none() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), known).await.unwrap();
+    assert_eq!(model.capabilities().kind, Kind::Vllm);
+}

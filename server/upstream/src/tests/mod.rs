@@ -86,7 +86,7 @@ pub struct Scripted {
 
 struct Script {
     responses: Mutex<VecDeque<Reaction>>,
-    models: Value,
+    models: Mutex<Value>,
     seen: Mutex<Vec<(HeaderMap, Value)>>,
     /// Told when a client closes a response that hangs.
     closed: Notify,
@@ -102,12 +102,13 @@ impl Scripted {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let script = Arc::new(Script {
             responses: Mutex::new(responses.into()),
-            models,
+            models: Mutex::new(models),
             seen: Mutex::default(),
             closed: Notify::new(),
         });
-        let models =
-            |State(script): State<Arc<Script>>| async move { axum::Json(script.models.clone()) };
+        let models = |State(script): State<Arc<Script>>| async move {
+            axum::Json(script.models.lock().clone())
+        };
         let router = Router::new()
             .route("/v1/models", get(models))
             .route("/v1/chat/completions", post(answer))
@@ -115,6 +116,11 @@ impl Scripted {
             .with_state(script.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });
         Self { url, script }
+    }
+
+    /// From now on it answers with `models`.
+    pub fn list(&self, models: Value) {
+        *self.script.models.lock() = models;
     }
 
     /// Number of requests so far.

@@ -128,7 +128,8 @@ async fn a_budget_is_passed_on_and_kept_here_too() {
     assert_eq!(upstream.body(0)["reasoning_effort"], Value::Null);
 }
 
-/// The upstream counts tokens, of which there are fewer than pieces in some scripts: the reply ended within its reasoning.
+/// The upstream counts tokens, of which there are fewer than pieces in some scripts: the reply ended within its
+/// reasoning.
 #[tokio::test]
 async fn the_limit_of_a_reply_is_no_budget_of_its_reasoning() {
     let mut acts =
