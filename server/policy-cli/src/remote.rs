@@ -120,8 +120,9 @@ impl Client {
 
     /// Makes a request that activates a version, and prints the version.
     fn activate(&self, path: &str, body: &[u8], out: &mut impl Write) -> Result<()> {
-        let what = "the server compiles and tests it";
-        let response = super::patiently(what, || self.request(path, Some(body)))?;
+        let say = |seconds: u64| eprintln!("the server compiles and tests it: {seconds} s");
+        let ask = || self.request(path, Some(body));
+        let response = super::patiently(super::PROGRESS, say, ask)?;
         let (name, sha256) = (text(&response["name"]), short(&response["sha256"]));
         match &response["replaced"] {
             Value::Null => writeln!(out, "{name}: {sha256} is already active")?,
