@@ -23,8 +23,11 @@ CAPITALS = {
     "Italy": "Rome", "Norway": "Oslo", "France": "Paris", "Spain": "Madrid", "Germany": "Berlin", "Japan": "Tokyo",
 }
 TURNS = 3
-#: Tokens at the end of a prompt that are not part of the next one: the template's, before the reply.
-GENERATION_PROMPT = 16
+#: With a question it has the 16 tokens (`store.min_tokens`) from which a prefix is saved, and alone it has fewer:
+#: conversations share nothing that is saved.
+SYSTEM = "You are a helpful assistant."
+#: Tokens that the template puts behind the messages of a prompt, and not into the next one.
+GENERATION_PROMPT = 8
 PATIENCE_S = 600
 
 
@@ -107,12 +110,12 @@ class Conversation:
 
     def __init__(self, url, first, stream, echoes=True):
         self.url, self.first, self.stream, self.echoes = url, first, stream, echoes
-        self.messages, self.name, self.prompt = [], None, 0
+        self.messages, self.name, self.prompt = [{"role": "system", "content": SYSTEM}], None, 0
 
     def ask(self):
         """Asks for the next capital; returns how many tokens of the prompt were saved."""
         countries = list(CAPITALS)
-        country = countries[(self.first + len(self.messages) // 2) % len(countries)]
+        country = countries[(self.first + (len(self.messages) - 1) // 2) % len(countries)]
         self.messages.append({"role": "user", "content": f"What is the capital of {country}?"})
         body = {
             "messages": self.messages, "temperature": 0, "max_tokens": 60, "stream": self.stream,
@@ -182,8 +185,9 @@ def main():
             assert len(names) == 2, names
             assert len({holder(replicas, name).name for name in names}) == 2, names
 
-            # Turn by turn, so that others come between the turns of each.
-            conversations = [Conversation(proxy.url, first, stream=first % 2 == 1) for first in range(len(CAPITALS))]
+            # Turn by turn, so that others come between the turns of each: an odd number, since servers that take turns
+            # would else get the same conversations each time.
+            conversations = [Conversation(proxy.url, first, stream=first % 2 == 1) for first in range(5)]
             for conversation in conversations:
                 conversation.ask()
             for turn in range(1, TURNS):

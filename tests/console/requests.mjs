@@ -96,7 +96,7 @@ export default {
     assert.ok(counted > 2 && counted <= requests.length, `${counted} of ${requests.length}`);
     const drawn = () => page.locator(".chart .line").evaluateAll((lines) => lines.map((line) => line.getAttribute("d").split(/[ML]/).length - 1));
     for (let i = 0; i < 2; i += 1) {
-      await page.waitForFunction(() => document.querySelector(".chart .line")?.getAttribute("d").includes("L"));
+      await page.waitForFunction(() => document.querySelector(".chart .line")?.getAttribute("d")?.includes("L"));
       const [rate, perMinute, first, waiting, memory] = await drawn();
       assert.ok(rate >= 3 && rate === perMinute && rate === waiting && rate === memory, `${await drawn()}`);
       assert.ok(first > 0 && first <= rate, `${await drawn()}`);
