@@ -122,7 +122,11 @@ impl Stream {
         let Some(events) = &mut self.events else { return Ok(None) };
         loop {
             let data = events.next(client, within).await?;
-            let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
+            let is_done = data.as_ref().is_some_and(|data| data.trim() == openai::DONE);
+            let Some(data) = data.filter(|_| !is_done) else {
+                if is_done && let Some(events) = self.events.take() {
+                    events.finish();
+                }
                 return match self.reader.has_ended() {
                     true => Ok(None),
                     false => Err(Fault::new(
