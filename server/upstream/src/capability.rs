@@ -243,6 +243,7 @@ impl Capabilities {
             },
             Kind::LlamaCpp => Self {
                 continues: Continues::Always,
+                budget_field: Some("thinking_budget_tokens".into()),
                 forms: vec![FormKind::JsonObject, FormKind::JsonSchema, FormKind::Grammar],
                 ..local
             },

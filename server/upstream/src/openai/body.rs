@@ -248,10 +248,11 @@ fn tools(request: &Request, capabilities: &Capabilities, set: &mut impl FnMut(&s
     };
     set("tools", allowed.into());
     match (choice.is_required, only) {
-        (true, Some(name)) => {
+        // llama.cpp reads only words, and takes anything else for `auto`; the tool is the only one that it gets.
+        (true, Some(name)) if capabilities.kind != Kind::LlamaCpp => {
             set("tool_choice", json!({"type": "function", "function": {"name": name}}));
         }
-        (true, None) => set("tool_choice", "required".into()),
+        (true, _) => set("tool_choice", "required".into()),
         (false, _) => {}
     }
     if choice.is_single {
