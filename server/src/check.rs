@@ -361,6 +361,31 @@ mod tests {
         }
     }
 
+    /// `passthrough` was refused because it has the hook on-step, and an empty list of policies with the advice to name
+    /// `passthrough`.
+    #[test]
+    fn policies_that_change_what_was_written_need_an_upstream_that_continues_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        for (policies, upstream, fits) in [
+            ("'default'", "protocol = 'anthropic'", false),
+            ("'passthrough', 'default'", "capabilities.kind = 'mlx-lm'", false),
+            ("'passthrough'", "protocol = 'anthropic'", true),
+            ("'default'", "capabilities.kind = 'vllm'", true),
+            ("'default'", "protocol = 'anthropic'\nwithout_continuation = 'end'", true),
+        ] {
+            let text = format!(
+                "[upstreams.up]\nurl = 'http://127.0.0.1:1'\n{upstream}\n\
+                 [profiles.default]\nupstreams = ['up']\npolicies = [{policies}]\n"
+            );
+            std::fs::write(&path, &text).unwrap();
+            let (passed, printed) = checked(&path);
+            assert_eq!(passed, fits, "{text}: {printed}");
+            let words = "profiles.default.upstreams: the policy `default` may close the reasoning";
+            assert_eq!(printed.contains(words), !fits, "{text}: {printed}");
+        }
+    }
+
     /// A file with three problems had "1 problem".
     #[test]
     fn problems_of_the_text_do_not_hide_those_of_policies() {

@@ -7,7 +7,7 @@ use std::thread;
 
 use anyhow::{Context, Result, anyhow, bail};
 use steersman_engine::config::Profile;
-use steersman_engine::policy::{Hook, Report};
+use steersman_engine::policy::{Hook, Origin, PolicyReport, Report};
 use steersman_upstream::{
     Capabilities, Continues, Kind, Protocol, Upstream, UpstreamConfig, WithoutContinuation,
     is_upstream_of,
@@ -139,8 +139,7 @@ pub fn problems_of_continuation(
                 _ if access.upstreams.iter().any(is_of) => "upstreams",
                 _ => continue,
             };
-            let steps =
-                report.policies.iter().filter(|policy| policy.hooks.contains(&Hook::OnStep.name()));
+            let steps = report.policies.iter().filter(|policy| may_change(policy));
             let applied = steps.filter(|policy| {
                 policy.profiles.iter().any(|used| used.profile == *profile && !used.shadow)
             });
@@ -155,6 +154,13 @@ pub fn problems_of_continuation(
         }
     }
     problems
+}
+
+/// Whether a policy may change what was written. The `passthrough` that ships has all hooks but one, and does nothing in
+/// them: a profile must name a policy, and this is the one for profiles that are not steered.
+fn may_change(policy: &PolicyReport) -> bool {
+    let is_passthrough = policy.origin == Origin::Shipped && policy.name == "passthrough";
+    policy.hooks.contains(&Hook::OnStep.name()) && !is_passthrough
 }
 
 /// The capabilities of an upstream as far as its configuration says; `None` if it has to be asked.

@@ -117,6 +117,8 @@ pub struct CapabilityConfig {
     pub forms: Option<Vec<FormKind>>,
     /// Whether it has tools.
     pub tools: Option<bool>,
+    /// Whether it calls a tool that must be called, and none where none may be.
+    pub tool_choice: Option<bool>,
     /// Whether it reports probabilities of tokens.
     pub logprobs: Option<bool>,
     /// Whether it reads `seed`.
@@ -148,6 +150,8 @@ pub struct Capabilities {
     pub forms: Vec<FormKind>,
     /// Whether it has tools.
     pub tools: bool,
+    /// Whether it calls a tool that must be called, and none where none may be.
+    pub tool_choice: bool,
     /// Whether it reports probabilities of tokens.
     pub logprobs: bool,
     /// Whether it reads `seed`.
@@ -187,6 +191,7 @@ impl Capabilities {
             },
             forms: config.forms.clone().unwrap_or(of_kind.forms),
             tools: config.tools.unwrap_or(of_kind.tools),
+            tool_choice: config.tool_choice.unwrap_or(of_kind.tool_choice),
             logprobs: config.logprobs.unwrap_or(of_kind.logprobs),
             seed: config.seed.unwrap_or(of_kind.seed),
             top_k: config.top_k.unwrap_or(of_kind.top_k),
@@ -205,6 +210,7 @@ impl Capabilities {
             budget_field: None,
             forms: vec![FormKind::JsonObject, FormKind::JsonSchema],
             tools: true,
+            tool_choice: true,
             logprobs: true,
             seed: true,
             top_k: false,
@@ -237,13 +243,20 @@ impl Capabilities {
             },
             Kind::LlamaCpp => Self {
                 continues: Continues::Always,
+                budget_field: Some("thinking_budget_tokens".into()),
                 forms: vec![FormKind::JsonObject, FormKind::JsonSchema, FormKind::Grammar],
                 ..local
             },
-            // It ignores fields that it does not know, forms among them.
-            Kind::MlxLm => {
-                Self { continues: Continues::Never, forms: Vec::new(), sampling: false, ..local }
-            }
+            // It ignores fields that it does not know, forms and tool choices among them, and its streams have no
+            // probabilities.
+            Kind::MlxLm => Self {
+                continues: Continues::Never,
+                forms: Vec::new(),
+                tool_choice: false,
+                logprobs: false,
+                sampling: false,
+                ..local
+            },
             Kind::Steersman => Self {
                 budget_field: Some("max_thinking_tokens".into()),
                 think_tags: false,

@@ -20,6 +20,9 @@ const EVENT_BYTES: usize = 4 << 20;
 /// Most bytes of one reply.
 const REPLY_BYTES: usize = 256 << 20;
 
+/// Time in which a response must end after its last event, if its connection is to serve further requests.
+const END_TIME: Duration = Duration::from_secs(1);
+
 /// The events of a response.
 pub struct Events {
     events: BoxStream<'static, Result<Sse, sse_stream::Error>>,
@@ -109,6 +112,15 @@ impl Events {
             }
         };
         timeout(within, next).await.map_err(|_| late("no piece came", within))?
+    }
+
+    /// Reads what follows the last event in a task of its own. A response that is dropped before its end closes its
+    /// connection, and the next request to the upstream would have to open another.
+    pub fn finish(mut self) {
+        tokio::spawn(async move {
+            let rest = async { while let Some(Ok(_)) = self.events.next().await {} };
+            let _ = timeout(END_TIME, rest).await;
+        });
     }
 }
 

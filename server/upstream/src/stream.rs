@@ -167,12 +167,13 @@ impl Stream {
             return Ok(Some(std::mem::take(&mut self.first)));
         }
         let Self { events: Some(events), reader, .. } = self else { return Ok(None) };
-        let pieces = async {
+        let read = async {
             loop {
                 let data = events.next(client, patience.event).await?;
-                let Some(data) = data.filter(|data| data.trim() != openai::DONE) else {
+                let is_done = data.as_ref().is_some_and(|data| data.trim() == openai::DONE);
+                let Some(data) = data.filter(|_| !is_done) else {
                     return match reader.has_ended() {
-                        true => Ok(None),
+                        true => Ok((None, is_done)),
                         false => Err(Fault::new(
                             UpstreamFault::Unavailable,
                             "ended its stream before the reply had ended",
@@ -182,10 +183,15 @@ impl Stream {
                 let mut pieces = Vec::new();
                 reader.read(&data, &mut pieces)?;
                 if !pieces.is_empty() {
-                    return Ok(Some(pieces));
+                    return Ok((Some(pieces), false));
                 }
             }
         };
-        timeout_at(patience.end, pieces).await.map_err(|_| late("no piece came", patience.piece))?
+        let read = timeout_at(patience.end, read).await;
+        let (pieces, is_done) = read.map_err(|_| late("no piece came", patience.piece))??;
+        if is_done && let Some(events) = self.events.take() {
+            events.finish();
+        }
+        Ok(pieces)
     }
 }

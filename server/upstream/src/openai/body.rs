@@ -16,8 +16,17 @@ pub fn check(
     capabilities: &Capabilities,
     lacks: &Lacks,
 ) -> Result<(), RequestError> {
-    let Capabilities { forms, tools, logprobs, seed, top_k, sampling, template_variables, .. } =
-        capabilities;
+    let Capabilities {
+        forms,
+        tools,
+        tool_choice,
+        logprobs,
+        seed,
+        top_k,
+        sampling,
+        template_variables,
+        ..
+    } = capabilities;
     let own = [
         (request.sampling.top_k.is_some_and(|k| k > 0) && !top_k, "top_k"),
         (request.sampling.min_p.is_some_and(|p| p > 0.0) && !sampling, "min_p"),
@@ -30,6 +39,7 @@ pub fn check(
         (request.logprobs.is_some() && !logprobs, "logprobs"),
         (request.seed.is_some() && !seed, "seed"),
         (!request.tools.is_empty() && !tools, "tools"),
+        (request.tool_choice.is_required && !tool_choice, "tool_choice"),
     ];
     if let Some((_, field)) = own.into_iter().find(|(is_lacking, _)| *is_lacking) {
         return Err(lacks.field(field));
@@ -80,7 +90,7 @@ pub fn body(ask: &Ask<'_>, notes: &mut Vec<String>) -> String {
         _ => "max_tokens",
     };
     set(limit, ask.max_tokens.into());
-    tools(request, &mut set);
+    tools(request, capabilities, &mut set);
     let sampling = ask.sampling;
     let numbers = [("temperature", sampling.temperature), ("top_p", sampling.top_p)];
     for (name, value) in numbers {
@@ -213,7 +223,7 @@ fn of_budget(budget: Option<u32>) -> Effort {
     }
 }
 
-fn tools(request: &Request, set: &mut impl FnMut(&str, Value)) {
+fn tools(request: &Request, capabilities: &Capabilities, set: &mut impl FnMut(&str, Value)) {
     let choice = &request.tool_choice;
     if request.tools.is_empty() {
         return;
@@ -224,9 +234,12 @@ fn tools(request: &Request, set: &mut impl FnMut(&str, Value)) {
     };
     let allowed: Vec<Value> = request.tools.iter().filter(is_allowed).cloned().collect();
     if allowed.is_empty() {
-        // The definitions stay: earlier calls of the conversation name them.
-        set("tools", request.tools.clone().into());
-        set("tool_choice", "none".into());
+        // A tool that it sees is called by an upstream that does not read the choice.
+        if capabilities.tool_choice {
+            // The definitions stay: earlier calls of the conversation name them.
+            set("tools", request.tools.clone().into());
+            set("tool_choice", "none".into());
+        }
         return;
     }
     let only = match &allowed[..] {
@@ -235,10 +248,11 @@ fn tools(request: &Request, set: &mut impl FnMut(&str, Value)) {
     };
     set("tools", allowed.into());
     match (choice.is_required, only) {
-        (true, Some(name)) => {
+        // llama.cpp reads only words, and takes anything else for `auto`; the tool is the only one that it gets.
+        (true, Some(name)) if capabilities.kind != Kind::LlamaCpp => {
             set("tool_choice", json!({"type": "function", "function": {"name": name}}));
         }
-        (true, None) => set("tool_choice", "required".into()),
+        (true, _) => set("tool_choice", "required".into()),
         (false, _) => {}
     }
     if choice.is_single {

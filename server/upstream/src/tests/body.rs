@@ -173,6 +173,54 @@ async fn what_an_upstream_lacks_is_refused_by_name() {
     }
 }
 
+/// mlx_lm.server ignores `tool_choice`, and its streams have no probabilities: a demand for a call was lost in silence,
+/// and so were the probabilities.
+#[tokio::test]
+async fn what_mlx_lm_ignores_is_refused_or_left_out() {
+    let mlx_lm = |url: &str| model(url, |config| config.capabilities.kind = Some(Kind::MlxLm));
+    let tools = || Request { tools: vec![tool("look")], ..ask("?") };
+    let choice = ToolChoice { is_required: true, ..ToolChoice::default() };
+    for (request, field) in [
+        (Request { tool_choice: choice, ..tools() }, "tool_choice: "),
+        (Request { logprobs: Some(2), ..ask("?") }, "logprobs: "),
+    ] {
+        let error = mlx_lm("http://127.0.0.1:1").submit(request).unwrap_err().to_string();
+        assert!(error.starts_with(field), "{error}");
+    }
+    let none = ToolChoice { allowed: Some(Vec::new()), ..ToolChoice::default() };
+    let request = Request { tool_choice: none, ..tools() };
+    let sent = body(Kind::MlxLm, request.clone()).await;
+    assert_eq!((&sent["tools"], &sent["tool_choice"]), (&Value::Null, &Value::Null));
+    let sent = body(Kind::Vllm, request).await;
+    assert_eq!((&sent["tools"], &sent["tool_choice"]), (&json!([tool("look")]), &json!("none")));
+}
+
+/// llama.cpp took a named tool for `auto`, and answered instead of calling it; its field for budgets was not known.
+#[tokio::test]
+async fn llama_cpp_is_told_which_tool_to_call_and_how_long_to_reason() {
+    let choice = ToolChoice {
+        is_required: true,
+        allowed: Some(vec!["look".into()]),
+        ..ToolChoice::default()
+    };
+    let request = Request {
+        tools: vec![tool("look"), tool("find")],
+        tool_choice: choice,
+        reasoning: Some(true),
+        reasoning_budget: Some(64),
+        ..ask("?")
+    };
+    let sent = body(Kind::LlamaCpp, request.clone()).await;
+    assert_eq!(
+        (&sent["tools"], &sent["tool_choice"]),
+        (&json!([tool("look")]), &json!("required"))
+    );
+    assert_eq!(sent["thinking_budget_tokens"], 64);
+    let sent = body(Kind::Vllm, request).await;
+    let named = json!({"type": "function", "function": {"name": "look"}});
+    assert_eq!((&sent["tools"], &sent["tool_choice"]), (&json!([tool("look")]), &named));
+}
+
 #[tokio::test]
 async fn an_upstream_is_asked_for_its_models_and_its_kind() {
     let models = json!({"data": [

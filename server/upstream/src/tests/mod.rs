@@ -8,12 +8,13 @@ mod steering;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
+use axum::extract::{ConnectInfo, State};
 use axum::http::{HeaderMap, Response, StatusCode};
 use axum::routing::{get, post};
 use futures_util::stream;
@@ -88,6 +89,8 @@ struct Script {
     responses: Mutex<VecDeque<Reaction>>,
     models: Mutex<Value>,
     seen: Mutex<Vec<(HeaderMap, Value)>>,
+    /// Where each request came from.
+    peers: Mutex<Vec<SocketAddr>>,
     /// Told when a client closes a response that hangs.
     closed: Notify,
 }
@@ -104,6 +107,7 @@ impl Scripted {
             responses: Mutex::new(responses.into()),
             models: Mutex::new(models),
             seen: Mutex::default(),
+            peers: Mutex::default(),
             closed: Notify::new(),
         });
         let models = |State(script): State<Arc<Script>>| async move {
@@ -113,7 +117,8 @@ impl Scripted {
             .route("/v1/models", get(models))
             .route("/v1/chat/completions", post(answer))
             .route("/v1/messages", post(answer))
-            .with_state(script.clone());
+            .with_state(script.clone())
+            .into_make_service_with_connect_info::<SocketAddr>();
         tokio::spawn(async move { axum::serve(listener, router).await });
         Self { url, script }
     }
@@ -138,6 +143,11 @@ impl Scripted {
         Some(self.script.seen.lock()[index].0.get(name)?.to_str().unwrap().to_string())
     }
 
+    /// The client's end of the connection of each request.
+    pub fn peers(&self) -> Vec<SocketAddr> {
+        self.script.peers.lock().clone()
+    }
+
     /// Waits until the client has closed a response that hangs.
     pub async fn closed(&self) {
         self.script.closed.notified().await;
@@ -155,10 +165,12 @@ impl Drop for Closed {
 
 async fn answer(
     State(script): State<Arc<Script>>,
+    ConnectInfo(peer): ConnectInfo<SocketAddr>,
     headers: HeaderMap,
     body: Bytes,
 ) -> Response<Body> {
     let json = serde_json::from_slice(&body).unwrap();
+    script.peers.lock().push(peer);
     script.seen.lock().push((headers, json));
     let response = {
         let responses = &mut *script.responses.lock();

@@ -228,3 +228,24 @@ async fn malformed_arguments_are_no_call() {
     assert!(!events.iter().any(|event| matches!(event, Event::ToolCall(_))));
     assert!(finished(&events).notes[0].contains("it was cut off"));
 }
+
+/// Servers end a response some time after `[DONE]`. Its connection was closed there, so that each request opened another:
+/// with TLS, three times the way to the vendor before its first piece.
+#[tokio::test]
+async fn a_connection_serves_further_requests_if_its_response_ends_after_the_reply() {
+    let mut acts = vec![delta(json!({"content": "Rome"}))];
+    acts.extend(end("stop", 3, 1));
+    acts.push(Wait(Duration::from_millis(50)));
+    let upstream = Scripted::start(vec![streamed(acts)]).await;
+    let model = model(&upstream.url, |_| ());
+    for _ in 0..100 {
+        assert_eq!(texts(&all(begin(&model, ask("?"))).await).1, "Rome");
+        // A busy machine may need longer to end the response.
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let peers = upstream.peers();
+        if peers.len() > 1 && peers[peers.len() - 1] == peers[peers.len() - 2] {
+            return;
+        }
+    }
+    panic!("no two requests shared a connection: {:?}", upstream.peers());
+}
