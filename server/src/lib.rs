@@ -45,6 +45,7 @@
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
 
+pub mod address;
 pub mod api;
 pub mod bench;
 pub mod bundled;

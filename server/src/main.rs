@@ -23,7 +23,7 @@ use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    cache, calibrate, check, doctor, exit, heap, keys, link, manage, serve, talk, verify,
+    address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, serve, talk, verify,
 };
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
@@ -159,6 +159,11 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     let address = listener.local_addr().context("reading the address")?;
     if !address.ip().is_loopback() && server.api_keys.is_empty() && !wiring.has_key() {
         tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
+    }
+    // A command without it loads a model of its own.
+    let announced = address::Announced::write(&data_dir, address);
+    if let Err(error) = &announced {
+        tracing::warn!(%error, "`steersman chat` and `run` find this server at the configured address only");
     }
     let offered = link::offer(address, &server, wiring.has_created_keys())?;
     let console = offered.map(|(link, url)| {

@@ -1,8 +1,8 @@
 //! `steersman chat` and `steersman run`: which server they talk to.
 //!
-//! The server at `--url`. Or else the server that runs at the configured address, if it has the
-//! model: a second copy of a large model would not fit beside the first. Or else one in this
-//! process.
+//! The server at `--url`. Or else the server that runs at the configured address or uses the same
+//! data folder, if it has the model: a second copy of a large model would not fit beside the first.
+//! Or else one in this process.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -14,9 +14,9 @@ pub use steersman_chat::*;
 use steersman_models::named::same_model;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::bundled;
 use crate::config::FileConfig;
 use crate::local::Local;
+use crate::{address, bundled};
 
 /// Time between two looks at a server that loads its models.
 const LOADING_PAUSE: Duration = Duration::from_millis(500);
@@ -52,7 +52,8 @@ pub fn with_server(
     let (file, data_dir) = read()?;
     let runtime = runtime()?;
     if !server.local {
-        let running = runtime.block_on(running(&file, server.key.as_deref(), model.as_deref()))?;
+        let running =
+            runtime.block_on(running(&file, &data_dir, server.key.as_deref(), model.as_deref()))?;
         if let Some((client, name)) = running {
             return use_server(&runtime, client, name);
         }
@@ -87,32 +88,43 @@ fn in_this_process(
     done
 }
 
-/// The server that runs at the configured address, if it has `model`, or whichever runs there if no
-/// model is named. One line on stderr names it if that is a terminal; the reason why a server is not
+/// The server that runs at the configured address, or else the one that uses `data_dir`, if it has
+/// `model`, or whichever runs there if no model is named. One line on stderr names it if that is a terminal; the reason why a server is not
 /// used is written in any case.
 ///
 /// # Errors
 /// If it requires a key that is not known here.
 async fn running(
     file: &FileConfig,
+    data_dir: &Path,
     key: Option<&str>,
     model: Option<&str>,
 ) -> Result<Option<Served>> {
-    let url = url(&file.server.host, file.server.port);
-    let configured = file.server.api_keys.first().map(|key| key.expose_secret());
-    // No server listens on port 0. Another key cannot be one of this server.
-    let Ok(client) = Client::new(&url, key.or(configured)) else { return Ok(None) };
-    if file.server.port == 0 || !is_ready(&client).await {
+    let configured_key = file.server.api_keys.first().map(|key| key.expose_secret());
+    let configured = url(&file.server.host, file.server.port);
+    // No server listens on port 0.
+    let of_configuration = (file.server.port != 0).then(|| configured.clone());
+    let of_data_dir = address::read(data_dir).map(|at| url(&at.ip().to_string(), at.port()));
+    let mut found = None;
+    for url in [of_configuration, of_data_dir].into_iter().flatten() {
+        // Another key cannot be one of this server.
+        let Ok(client) = Client::new(&url, key.or(configured_key)) else { continue };
+        if is_ready(&client).await {
+            found = Some((client, url));
+            break;
+        }
+    }
+    let Some((client, url)) = found else {
         // A closed stderr is no error.
         let mut stderr = std::io::stderr();
         if stderr.is_terminal() {
             let _ = writeln!(
                 stderr,
-                "no server at {url}, so the model is loaded in this process; --url names a server elsewhere"
+                "no server at {configured}, so the model is loaded in this process; --url names a server elsewhere"
             );
         }
         return Ok(None);
-    }
+    };
     let models = client.models().await.map_err(|error| {
         let is_locked = error.downcast_ref().is_some_and(|error: &Refused| error.status == 401);
         if !is_locked {

@@ -1,8 +1,9 @@
 //! `steersman chat` and `steersman run` beside a running server.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::Result;
+use steersman::address::Announced;
 use steersman::config::FileConfig;
 use steersman::talk::{Server, with_server};
 
@@ -26,10 +27,19 @@ async fn running(model: &str, keys: &[&str]) -> FileConfig {
 
 /// Asks for `model` as the commands do. Returns the address and the name that they would use.
 async fn talk(file: &FileConfig, server: Server, model: Option<&str>) -> Result<(String, String)> {
-    let (file, model) = (file.clone(), model.map(str::to_string));
+    talk_in(tempfile::tempdir().unwrap().path(), file, server, model).await
+}
+
+/// As [`talk`], with the data folder `data`.
+async fn talk_in(
+    data: &Path,
+    file: &FileConfig,
+    server: Server,
+    model: Option<&str>,
+) -> Result<(String, String)> {
+    let (data, file, model) = (data.to_path_buf(), file.clone(), model.map(str::to_string));
     let ask = move || {
-        let data = tempfile::tempdir().unwrap();
-        let read = || Ok((file, PathBuf::from(data.path())));
+        let read = || Ok((file, data));
         let mut asked = None;
         with_server(&server, model, read, |runtime, client, model| {
             // The server answers this client.
@@ -57,6 +67,31 @@ async fn commands_talk_to_the_server_that_runs() {
         let found = talk(&file, Server::default(), asked).await.unwrap();
         assert_eq!(found, (url.clone(), expected.to_string()), "{asked:?}");
     }
+}
+
+/// `serve --port 8000` was not found: the configuration of the command has another port.
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_talk_to_the_server_of_their_data_folder_wherever_it_listens() {
+    let served = running("qwen3:4b", &[]).await;
+    let data = tempfile::tempdir().unwrap();
+    let mut file = FileConfig::default();
+    // Nothing listens there.
+    file.server.port = 1;
+    let asked = Some("qwen3:4b");
+    let address = format!("127.0.0.1:{}", served.server.port);
+    let announced = Announced::write(data.path(), address.parse().unwrap()).unwrap();
+    let found = talk_in(data.path(), &file, Server::default(), asked).await.unwrap();
+    assert_eq!(found, (format!("http://{address}"), "qwen3:4b".to_string()));
+    // The configured address comes first.
+    let other = running("qwen3:4b", &[]).await;
+    let found = talk_in(data.path(), &other, Server::default(), asked).await.unwrap();
+    assert_eq!(found.0, format!("http://127.0.0.1:{}", other.server.port));
+    // A server that was killed leaves its address.
+    drop(announced);
+    let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let _announced = Announced::write(data.path(), gone).unwrap();
+    let error = talk_in(data.path(), &file, Server::default(), Some(ABSENT)).await.unwrap_err();
+    assert!(format!("{error:#}").contains("absent.gguf"), "{error:#}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -118,6 +118,7 @@ const HOUSES: [House; 6] = [
     House {
         sources: "server/src",
         rooms: &[
+            ("address", ""),
             (
                 "api",
                 "config connections console keys link mcp media_type models reload shutdown system throttle wiring words",
@@ -149,7 +150,7 @@ const HOUSES: [House; 6] = [
             ("shutdown", ""),
             ("signals", ""),
             ("system", ""),
-            ("talk", "bundled config local"),
+            ("talk", "address bundled config local"),
             ("telemetry", ""),
             ("throttle", ""),
             ("verify", "config hub"),
