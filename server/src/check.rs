@@ -4,8 +4,8 @@
 //! requests in `warm`. Loads no model, downloads nothing, and writes nothing but compiled policies.
 
 use std::collections::BTreeMap;
-use std::io::Write;
-use std::net::{IpAddr, ToSocketAddrs};
+use std::io::{ErrorKind, Write};
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
@@ -147,13 +147,17 @@ fn problems_of_places(
     let mut problems = Vec::new();
     let host = server.host.as_str();
     // What is no name has a problem already.
-    if is_listened_on(host)
-        && let Err(error) = (host, server.port).to_socket_addrs()
-    {
-        problems.push(format!(
-            "server.host: `{host}` is a name without an address here ({error}); use 127.0.0.1 for this machine only, or \
-             0.0.0.0 for all its addresses"
-        ));
+    let remedy = "use 127.0.0.1 for this machine only, or 0.0.0.0 for all its addresses";
+    if is_listened_on(host) {
+        if let Err(error) = (host, server.port).to_socket_addrs() {
+            problems.push(format!(
+                "server.host: `{host}` is a name without an address here ({error}); {remedy}"
+            ));
+        } else if let Err(error) = TcpListener::bind((host, 0))
+            && error.kind() == ErrorKind::AddrNotAvailable
+        {
+            problems.push(format!("server.host: {host} is no address of this machine; {remedy}"));
+        }
     }
     let file = &config.policy.trace_file;
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -435,6 +439,12 @@ mod tests {
                 "[server]\nhost = 'http://127.0.0.1'\n".into(),
                 &new,
                 "line 2: server.host: `http://127.0.0.1` is neither",
+            ),
+            // Of a network for documents, which no machine has.
+            (
+                "[server]\nhost = '192.0.2.1'\n".into(),
+                &new,
+                "line 2: server.host: 192.0.2.1 is no address of this machine",
             ),
             (
                 "[policy]\nfolder = 'none'\n".into(),

@@ -161,7 +161,9 @@ impl Sources {
                 .find(|listed| listed.name == path)
                 .with_context(|| format!("{model} is missing"));
         }
-        let id = match named_as(model, self.room)? {
+        let named = named_as(model, self.room)?;
+        let is_short = matches!(&named, NamedAs::Repo(id) if *id != model);
+        let id = match named {
             NamedAs::Folder(folder) => {
                 let (name, sources) = (name_of_folder(&folder), vec!["folder".into()]);
                 let state = "on disk";
@@ -179,6 +181,10 @@ impl Sources {
         if let Some(listed) = all.iter().find(is_it) {
             return Ok(listed.clone());
         }
+        ensure!(
+            !is_short,
+            "{model} is {id}, which is not on this machine; `steersman pull {model}` downloads it"
+        );
         let names: Vec<_> = all.iter().map(|listed| listed.name.as_str()).collect();
         bail!(
             "there is no model `{model}` on this machine{}; `steersman pull {model}` downloads it if it is a \

@@ -187,7 +187,10 @@ fn short_names_are_shown_and_removed_as_their_repos() {
         show(&sources, &options, &mut out).map(|()| String::from_utf8(out).unwrap())
     };
     let error = show("qwen3:4b").unwrap_err().to_string();
-    assert!(error.contains("`steersman pull qwen3:4b` downloads it"), "{error}");
+    let expected = format!(
+        "qwen3:4b is {repo}, which is not on this machine; `steersman pull qwen3:4b` downloads it"
+    );
+    assert_eq!(error, expected);
     write_model(&folder.join("snapshots").join(SHA));
     fs::create_dir_all(folder.join("refs")).unwrap();
     fs::write(folder.join("refs/main"), SHA).unwrap();
