@@ -74,13 +74,14 @@ pub struct ApiError {
 }
 
 /// Names that other APIs have for a field, the most general name first. Whoever leaves such a field out loses what it asks for.
-const SAME_MEANING: [&[&str]; 6] = [
+const SAME_MEANING: [&[&str]; 7] = [
     &["reasoning_effort", "reasoning", "thinking", "think", "enable_thinking"],
     &["max_thinking_tokens", "thinking_budget", "budget_tokens", "thinking_budget_tokens"],
     &["max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"],
     &["stop", "stop_sequences"],
     &["messages", "input", "prompt"],
     &["instructions", "system"],
+    &["parameters", "input_schema", "inputSchema"],
 ];
 
 impl ApiError {

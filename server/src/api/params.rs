@@ -8,6 +8,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
 use serde_json::{Map, Value};
+use steersman_engine::policy::nearest;
 pub use steersman_engine::request::Effort;
 use steersman_engine::request::{
     Arguments, Form, FunctionCall, Message, Request, ResponseFormat, ToolCall,
@@ -181,15 +182,30 @@ pub fn function(
         return Ok(None);
     }
     let function = tool.get("function").and_then(Value::as_object);
-    tool_name(&format!("{path}.function"), function.unwrap_or(&Map::new()))?;
+    function_name(&format!("{path}.function"), function.unwrap_or(&Map::new()), "parameters")?;
     Ok(Some((format!("{path}.function.parameters"), tool.into())))
 }
 
-/// The name of a tool.
+/// The name of a function whose schema stands in the field `schema`. Vendors add fields to functions, which templates
+/// may use, so most unknown ones are allowed.
 ///
 /// # Errors
-/// 400 if it has none.
-pub fn tool_name(path: &str, tool: &Map<String, Value>) -> Result<String, ApiError> {
+/// 400 if it has none, or a field that is spelt like a known one, or is that of another API: the function would lose
+/// what it says.
+pub fn function_name(
+    path: &str,
+    tool: &Map<String, Value>,
+    schema: &'static str,
+) -> Result<String, ApiError> {
+    let known = ["name", "description", schema, "strict"];
+    let of_others = ["parameters", "input_schema", "inputSchema"];
+    let is_slip = |field: &&String| {
+        !known.contains(&field.as_str())
+            && (of_others.contains(&field.as_str()) || nearest(field, known).is_some())
+    };
+    if let Some(slip) = tool.keys().find(is_slip) {
+        return Err(ApiError::unknown_field(format!("{path}.{slip}"), known));
+    }
     let name = tool.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
     name.map(str::to_string).ok_or_else(|| {
         let param = format!("{path}.name");
@@ -257,6 +273,52 @@ mod tests {
             assert_eq!(offer(&[object.clone(), other]), Err(Some(field(1))));
         }
         assert_eq!(offer(&[object, json!({})]), Err(Some("tools[1].name".into())));
+    }
+
+    /// The function reached the model without its parameters.
+    #[test]
+    fn slips_in_the_fields_of_functions_are_refused_by_name() {
+        for (schema, field, words) in [
+            ("parameters", "parameter", "did you mean `parameters`?"),
+            ("parameters", "input_schema", "this route has `parameters` for it"),
+            ("parameters", "descripton", "did you mean `description`?"),
+            ("input_schema", "input_shema", "did you mean `input_schema`?"),
+            ("input_schema", "parameters", "this route has `input_schema` for it"),
+        ] {
+            let function = json!({"name": "f", field: {"type": "object"}});
+            let error = function_name("tools[0]", function.as_object().unwrap(), schema);
+            let error = error.unwrap_err();
+            assert_eq!(
+                (error.code, error.param),
+                ("unknown_parameter", Some(format!("tools[0].{field}")))
+            );
+            assert!(error.message.contains(words), "{}", error.message);
+        }
+        // Fields that vendors have, or that templates may use.
+        let others = [
+            "type",
+            "cache_control",
+            "defer_loading",
+            "allowed_callers",
+            "input_examples",
+            "eager_input_streaming",
+            "response",
+            "title",
+            "returns",
+            "format",
+            "x",
+        ];
+        for (schema, other) in ["parameters", "input_schema"]
+            .into_iter()
+            .flat_map(|schema| others.map(|other| (schema, other)))
+        {
+            let function = json!({"name": "f", "strict": true, schema: {}, other: {}});
+            assert_eq!(
+                function_name("tools[0]", function.as_object().unwrap(), schema).unwrap(),
+                "f",
+                "{other}"
+            );
+        }
     }
 
     /// A4: 16 stop strings of 900 kB were accepted. Each choice copied them five times, 2.4 GB for n = 32, and each

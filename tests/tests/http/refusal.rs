@@ -41,6 +41,12 @@ async fn unsupported_fields_are_rejected_by_name() {
     ] {
         rejected(&app, body(json!({field: 1})), 400, "unknown_parameter", field, words).await;
     }
+    let function = json!({"name": "f", "parameter": {"type": "object"}});
+    let (sent, field) = (
+        json!({"tools": [{"type": "function", "function": function}]}),
+        "tools[0].function.parameter",
+    );
+    rejected(&app, body(sent), 400, "unknown_parameter", field, "did you mean `parameters`?").await;
     assert_eq!(seen.requests.lock().unwrap().len(), rows, "only the requests with null");
 }
 

@@ -362,7 +362,7 @@ fn tools(
             continue;
         }
         let path = format!("tools[{i}]");
-        let name = params::tool_name(&path, &tool)?;
+        let name = params::function_name(&path, &tool, "input_schema")?;
         let field = format!("{path}.input_schema");
         functions.push((field, params::tool(&name, tool, "input_schema")));
     }

@@ -308,7 +308,7 @@ fn tools(
             notes.push(params::tool_left_out(&path, kind));
             continue;
         }
-        let name = params::tool_name(&path, &tool)?;
+        let name = params::function_name(&path, &tool, "parameters")?;
         let field = format!("{path}.parameters");
         functions.push((field, params::tool(&name, tool, "parameters")));
     }
