@@ -10,7 +10,7 @@ use crate::grammar::Scope;
 use crate::request::FinishReason;
 use crate::text::Phase;
 
-/// The reason of the end of a reply that no token may continue.
+/// Why a reply ends that no token may continue.
 const NO_TOKEN: &str = "the form of the reply and the banned tokens leave no token";
 
 impl Steering {
@@ -132,11 +132,11 @@ impl Steering {
     }
 }
 
-/// Notes that every token is banned or outside of the form, and returns that as the end of the
-/// reply.
+/// Notes that every token is banned or outside of the form, and returns the end of the reply: the
+/// client has a part of the form, as at a limit.
 pub fn no_token(reply: &mut ClientReply) -> FinishReason {
     reply.note(format!("stopped after {} tokens: {NO_TOKEN}", reply.len()));
-    FinishReason::Policy(NO_TOKEN.into())
+    FinishReason::Length
 }
 
 /// Returns true if the last token is the `</think>` of the reply.
