@@ -120,10 +120,6 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route("/models", get(models::list))
         // A name may contain slashes: `owner/name`.
         .route("/models/{*name}", get(models::get));
-    // Needs no key, and tells more to one.
-    let liveness = Router::new()
-        .route("/health", get(health::get))
-        .route_layer(from_fn_with_state(app.clone(), middleware::recognize));
     let mut router = Router::new()
         // Clients disagree whether `/v1` is part of a server's address.
         .merge(clients.clone())
@@ -159,7 +155,11 @@ pub fn app_with(models: impl Into<Models>, config: &ServerConfig, wiring: Wiring
         .route_layer(from_fn_with_state(app.clone(), middleware::authorize))
         .route("/openapi.json", get(operations::json))
         .route("/docs", get(openapi::page))
-        .merge(liveness)
+        // Needs no key, and tells more to one.
+        .route(
+            "/health",
+            get(health::get).layer(from_fn_with_state(app.clone(), middleware::recognize)),
+        )
         .route("/v1/session", post(session::open))
         .route("/", get(root))
         .route("/console/{file}", get(console_file))

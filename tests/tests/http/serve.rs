@@ -349,9 +349,10 @@ async fn a_model_that_requests_still_use_is_not_removed() {
     assert_eq!(reply.status(), StatusCode::OK);
     assert_eq!(server.withdraw("owner/slow").await.0, 200);
     let (status, error) = server.remove("owner/slow").await;
-    assert_eq!((status, &error["error"]["code"]), (409, &json!("model_in_use")), "{error}");
-    let message = error["error"]["message"].as_str().unwrap();
-    assert!(message.contains("requests still use it"), "{message}");
+    // As Ollama writes errors.
+    let message = error["error"].as_str().unwrap_or_default();
+    assert_eq!(status, 409, "{error}");
+    assert!(message.contains("requests still use it"), "{error}");
     let files = snapshot(server.cache.path(), "owner/slow");
     assert!(files.is_dir());
     drop(reply);
