@@ -348,6 +348,9 @@ class Script(ThreadingHTTPServer):
 
     daemon_threads = True
 
+    #: A server with all upstreams asks each for its models at once, and connections beyond this are refused.
+    request_queue_size = 256
+
     def __init__(self, keys):
         super().__init__(("127.0.0.1", 0), Handler)
         self.keys, self.lock = keys, threading.Lock()
