@@ -12,7 +12,7 @@ import sys
 
 import openai
 
-from sdk_checks import CITY, ROUNDS, check, run
+from sdk_checks import CITY, ROUNDS, check, run, streamed_calls
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER = {
@@ -111,12 +111,7 @@ def tool_is_called_and_its_result_is_used(client, model):
 def tool_is_called_in_a_stream(client, model):
     messages = [{"role": "user", "content": "What is the weather in Rome?"}]
     stream = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], temperature=0, stream=True, extra_body=reasoning(False))
-    calls, reason = {}, None
-    for chunk in stream:
-        reason = chunk.choices[0].finish_reason or reason
-        for call in chunk.choices[0].delta.tool_calls or []:
-            name, arguments = calls.get(call.index, ("", ""))
-            calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    calls, reason = streamed_calls(stream)
     assert reason == "tool_calls" and list(calls) == [0], (reason, calls)
     assert calls[0][0] == "get_weather" and json.loads(calls[0][1]) == {"city": "Rome"}, calls
 

@@ -22,6 +22,17 @@ def check(function):
     return function
 
 
+def streamed_calls(stream):
+    """Reads a stream of chats. Returns name and arguments of each call by its index, and the reason of the end."""
+    calls, reason = {}, None
+    for chunk in stream:
+        reason = chunk.choices[0].finish_reason or reason
+        for call in chunk.choices[0].delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    return calls, reason
+
+
 def run(package, client, url, model=None):
     """Runs all checks with `model`, or else the first that is listed, and prints the result of each. Returns the exit code."""
     model = model or next(iter(client.models.list())).id

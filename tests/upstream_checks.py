@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import anthropic
 import openai
 
+from sdk_checks import streamed_calls
+
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITIES = [{"role": "user", "content": "What is the weather in Rome and in Paris?"}]
@@ -141,12 +143,7 @@ def tool_is_called_in_a_stream(client, target):
     stream = client.chat.completions.create(
         model=target.model, messages=CITIES if target.calls_twice else WEATHER, tools=[OPENAI_TOOL], temperature=0,
         stream=True, reasoning_effort="none")
-    calls, reason = {}, None
-    for chunk in stream:
-        reason = chunk.choices[0].finish_reason or reason
-        for call in chunk.choices[0].delta.tool_calls or []:
-            name, arguments = calls.get(call.index, ("", ""))
-            calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    calls, reason = streamed_calls(stream)
     assert reason == "tool_calls" and sorted(calls) == list(range(len(expected))), (reason, calls)
     assert all(name == "get_weather" for name, _ in calls.values()), calls
     assert [json.loads(arguments)["city"] for _, arguments in calls.values()] == expected, calls

@@ -146,17 +146,21 @@ fn problems_of_places(
 ) -> Vec<String> {
     let mut problems = Vec::new();
     let host = server.host.as_str();
-    // What is no name has a problem already.
     let remedy = "use 127.0.0.1 for this machine only, or 0.0.0.0 for all its addresses";
+    // What is no name has a problem already.
     if is_listened_on(host) {
-        if let Err(error) = (host, server.port).to_socket_addrs() {
-            problems.push(format!(
+        match (host, 0).to_socket_addrs() {
+            Err(error) => problems.push(format!(
                 "server.host: `{host}` is a name without an address here ({error}); {remedy}"
-            ));
-        } else if let Err(error) = TcpListener::bind((host, 0))
-            && error.kind() == ErrorKind::AddrNotAvailable
-        {
-            problems.push(format!("server.host: {host} is no address of this machine; {remedy}"));
+            )),
+            Ok(addresses) => {
+                let bound = TcpListener::bind(&addresses.collect::<Vec<_>>()[..]);
+                if bound.is_err_and(|error| error.kind() == ErrorKind::AddrNotAvailable) {
+                    problems.push(format!(
+                        "server.host: {host} is no address of this machine; {remedy}"
+                    ));
+                }
+            }
         }
     }
     let file = &config.policy.trace_file;

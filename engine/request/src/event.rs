@@ -185,7 +185,7 @@ impl std::ops::Add for Usage {
 mod tests {
     use super::*;
 
-    /// An upstream says what it likes of its tokens, in each round of a reply.
+    /// An upstream may send any counts, in each round of a reply: their sums overflowed.
     #[test]
     fn counts_of_many_requests_have_an_end() {
         let most = Usage { prompt_tokens: u32::MAX / 2, answer_tokens: 7, ..Usage::default() };

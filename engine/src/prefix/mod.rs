@@ -111,7 +111,7 @@ pub struct SavePlan {
 }
 
 impl SavePlan {
-    /// The same for a prefix of this conversation.
+    /// This plan, for a prefix of the conversation `name`.
     #[must_use]
     pub fn named(self, name: Option<PrefixName>) -> Self {
         Self { name, ..self }

@@ -81,7 +81,7 @@ pub struct Served(Vec<Files>);
 
 /// The files of a model that is served.
 struct Files {
-    /// Its folder or GGUF file, without links.
+    /// The folder or GGUF file of the model, with links resolved.
     path: PathBuf,
     /// What the entries of the folder lead to: they may be links into the cache.
     entries: Vec<PathBuf>,

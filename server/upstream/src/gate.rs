@@ -203,6 +203,8 @@ fn today() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use tokio::task::JoinHandle;
+
     use super::*;
 
     fn gate(change: impl FnOnce(&mut UpstreamConfig)) -> Gate {
@@ -211,10 +213,8 @@ mod tests {
         Gate::new(&config)
     }
 
-    #[tokio::test]
-    async fn requests_wait_for_others_and_no_more_than_the_queue_holds() {
-        let gate = Arc::new(gate(|config| (config.concurrency, config.queue) = (1, 1)));
-        let first = gate.enter().await.unwrap();
+    /// A request that waits at the gate.
+    async fn waiting(gate: &Arc<Gate>) -> JoinHandle<Result<(), Fault>> {
         let waits = tokio::spawn({
             let gate = gate.clone();
             async move { gate.enter().await.map(drop) }
@@ -222,6 +222,14 @@ mod tests {
         while gate.crowd().waiting == 0 {
             tokio::task::yield_now().await;
         }
+        waits
+    }
+
+    #[tokio::test]
+    async fn requests_wait_for_others_and_no_more_than_the_queue_holds() {
+        let gate = Arc::new(gate(|config| (config.concurrency, config.queue) = (1, 1)));
+        let first = gate.enter().await.unwrap();
+        let waits = waiting(&gate).await;
         assert!(gate.enter().await.unwrap_err().problem.contains("concurrency"));
         drop(first);
         waits.await.unwrap().unwrap();
@@ -276,13 +284,7 @@ mod tests {
     async fn a_request_that_has_waited_finds_the_tokens_of_the_day_used() {
         let gate = Arc::new(gate(|config| (config.concurrency, config.tokens_per_day) = (1, 100)));
         let first = gate.enter().await.unwrap();
-        let waits = tokio::spawn({
-            let gate = gate.clone();
-            async move { gate.enter().await.map(drop) }
-        });
-        while gate.crowd().waiting == 0 {
-            tokio::task::yield_now().await;
-        }
+        let waits = waiting(&gate).await;
         gate.count(100);
         drop(first);
         assert!(waits.await.unwrap().unwrap_err().problem.contains("tokens_per_day"));

@@ -56,7 +56,7 @@ pub struct UpstreamModel {
 /// An upstream at one moment.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Its name.
+    /// Name of the upstream.
     pub name: String,
     /// Whether its breaker lets requests through.
     pub breaker: breaker::State,
@@ -99,7 +99,7 @@ impl Upstream {
         Ok(Self(Arc::new(shared)))
     }
 
-    /// Its name.
+    /// The name of the upstream.
     pub fn name(&self) -> &str {
         &self.0.name
     }

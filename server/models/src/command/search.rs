@@ -34,7 +34,7 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// That of `found`, where the engine loads `families` and weights may take `limit` bytes.
+    /// Whether the model `found` fits, where the engine loads `families` and weights may take `limit` bytes.
     pub fn of(found: &Match, families: &[&str], numbers: Numbers, limit: u64) -> Self {
         let is_supported = found.family.as_deref().map(|family| families.contains(&family));
         let bytes = |form: Form, bytes: u64| in_memory(bytes, form != Form::Floats, numbers);

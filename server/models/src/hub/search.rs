@@ -67,7 +67,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Its name in lists.
+    /// The name of the form in lists.
     pub fn name(self) -> &'static str {
         match self {
             Self::Floats => "floats",
@@ -217,7 +217,7 @@ impl Found {
 }
 
 impl Weights {
-    /// Those of safetensors with so many numbers of each type.
+    /// The weights of safetensors with so many numbers of each type.
     fn of(numbers: &BTreeMap<String, u64>) -> Self {
         let bytes = numbers.iter().map(|(name, count)| count.saturating_mul(bytes_of(name)));
         let bytes = bytes.fold(0, u64::saturating_add);

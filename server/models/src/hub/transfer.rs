@@ -226,7 +226,7 @@ fn verify(client: &Client, file: &Wanted, part: &File) -> Result<(), Failure> {
     Ok(())
 }
 
-/// SHA-256 of a file in hex digits. A large one takes minutes: a stop ends that, too.
+/// SHA-256 of a file in hex digits. Hashing a large file takes minutes, and a stop ends it, too.
 fn sha256(client: &Client, mut file: &File) -> Result<String, HubError> {
     use std::io::Seek;
 
