@@ -9,17 +9,11 @@ from dataclasses import dataclass
 import anthropic
 import openai
 
-from sdk_checks import streamed_calls
+from sdk_checks import CITY, streamed_calls
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITIES = [{"role": "user", "content": "What is the weather in Rome and in Paris?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Rome", "Paris"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "get weather", "parameters": PLACE}
 OPENAI_TOOL = {"type": "function", "function": FUNCTION}
