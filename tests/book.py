@@ -1,8 +1,9 @@
 """Runs the commands of the documentation.
 
     python tests/book.py target/debug/steersman [PAGE ...]
+    python tests/book.py --check
 
-The comment before a block of a page says what to do with it:
+The second form runs nothing: it reports every block whose comment is missing or unknown. The comment before a block of a page says what to do with it:
 
     <!-- ci: run -->              run it; it fails with its first command
     <!-- ci: start -->            run it in the background until the server answers; it is stopped at the end of the page
@@ -78,34 +79,51 @@ class Page:
             self.server = None
 
 
+def checked_pages(root, names):
+    """The blocks of each page with a comment, as `(verb, argument, text)`. Reports all faults of all pages at once."""
+    script = (root / ".ci/run").read_text()
+    pages, faults = {}, []
+    for name in names:
+        pages[name] = []
+        for mark, language, text in BLOCK.findall((root / name).read_text()):
+            verb, _, argument = mark.partition(": " if mark.startswith("not run: ") else " ")
+            if not mark:
+                if language == "sh":
+                    faults.append(f"{name}: no comment says whether CI runs this block:\n{text}")
+                continue
+            is_known = bool(argument) if verb in ("file", "append", "not run") else mark in ("run", "start")
+            if not is_known and f"readme {mark})" not in script:
+                faults.append(f"{name}: .ci/run has no block {mark!r}")
+            pages[name].append((verb, argument, text))
+    assert not faults, "\n".join(faults)
+    return pages
+
+
 def main():
-    binary, root = Path(sys.argv[1]).resolve(), Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[1]
     # Templates are pages of folders that do not exist yet.
     listed = subprocess.run(["git", "ls-files", "*.md", ":!*/template/*"], cwd=root, check=True, capture_output=True, text=True)
-    script = (root / ".ci/run").read_text()
+    pages = checked_pages(root, sys.argv[2:] or listed.stdout.split())
+    if sys.argv[1] == "--check":
+        return
+    binary = Path(sys.argv[1]).resolve()
     counts = {}
-    for name in sys.argv[2:] or listed.stdout.split():
+    for name, blocks in pages.items():
         with tempfile.TemporaryDirectory() as folder:
             page = Page(folder, binary)
             try:
-                for mark, language, text in BLOCK.findall((root / name).read_text()):
-                    verb, _, argument = mark.partition(": " if mark.startswith("not run: ") else " ")
-                    if not mark:
-                        assert language != "sh", f"{name}: no comment says whether CI runs this block:\n{text}"
-                        continue
-                    print(f"== {name}: {mark}\n{text}", flush=True)
+                for verb, argument, text in blocks:
+                    print(f"== {name}: {verb} {argument}\n{text}", flush=True)
                     counts[verb] = counts.get(verb, 0) + 1
                     if verb in ("file", "append"):
                         path = page.folder / argument
                         path.parent.mkdir(parents=True, exist_ok=True)
                         with path.open("w" if verb == "file" else "a") as file:
                             file.write(text)
-                    elif mark == "run":
+                    elif verb == "run":
                         page.run(text)
-                    elif mark == "start":
+                    elif verb == "start":
                         page.start(text)
-                    elif verb != "not run":
-                        assert f"readme {mark})" in script, f"{name}: .ci/run has no block {mark!r}"
             finally:
                 page.stop()
     print("blocks:", ", ".join(f"{count} {verb}" for verb, count in sorted(counts.items())))
