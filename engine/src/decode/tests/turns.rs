@@ -166,7 +166,8 @@ fn masks_of_one_request_delay_others_by_one_of_them() {
         let decoder = &mut decoder(name);
         decoder.masks.set_limit(Duration::ZERO);
         decoder.speculation.set_forces_tokens(false);
-        let idle = steps(decoder, request("other", 12, 4));
+        // Of a profile of its own, so that `other` owes the streams nothing for this prompt.
+        let idle = steps(decoder, request("third", 12, 4));
         let events = decoder.schedule.queue().add_all(body()).unwrap();
         (0..6).for_each(|_| turn(decoder));
         let length = |decoder: &Decoder, profile: &str| -> Vec<usize> {
