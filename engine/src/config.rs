@@ -471,8 +471,8 @@ mod tests {
                 &["profiles.mine.sampling: ", "top_p is 0"],
             ),
             (
-                |c| sampling(c, Sampling { min_p: 2.0, ..Sampling::default() }),
-                &["profiles.mine.sampling: ", "min_p is 2"],
+                |c| sampling(c, Sampling { top_p: 7.0, min_p: 2.0, ..Sampling::default() }),
+                &["profiles.mine.sampling: ", "top_p is 7", "min_p is 2"],
             ),
             (
                 |c| drop(c.profiles.insert("a@b".into(), Profile::default())),

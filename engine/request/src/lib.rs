@@ -389,15 +389,20 @@ impl Sampling {
     /// Checks all ranges.
     ///
     /// # Errors
-    /// Names the first parameter that is out of range.
+    /// Names every parameter that is out of range.
     pub fn check(&self) -> Result<(), String> {
         let Self { temperature, top_p, top_k: _, min_p } = *self;
-        let check = |name: &str, value: f32, is_valid: bool, range: &str| {
-            if is_valid { Ok(()) } else { Err(format!("{name} is {value}, must be {range}")) }
-        };
-        check("temperature", temperature, (0.0..=2.0).contains(&temperature), "from 0 to 2")?;
-        check("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0, at most 1")?;
-        check("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1")
+        let ranges = [
+            ("temperature", temperature, (0.0..=2.0).contains(&temperature), "from 0 to 2"),
+            ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0, at most 1"),
+            ("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1"),
+        ];
+        let problems: Vec<_> = ranges
+            .iter()
+            .filter(|(.., is_valid, _)| !is_valid)
+            .map(|(name, value, _, range)| format!("{name} is {value}, must be {range}"))
+            .collect();
+        if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
     }
 
     /// These parameters with the values of `patch`.
