@@ -387,9 +387,17 @@ fn install(folder: &Path, file: &str) -> String {
     )
 }
 
+/// Says on stderr that a tool is about to run, which may take minutes and says nothing itself. Returns its name.
+fn announced(command: &Command) -> String {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let file = Path::new(&name).file_name().unwrap_or_default().display();
+    eprintln!("building with {file}");
+    name
+}
+
 /// Runs a tool with our stdout and stderr.
 fn finish(mut command: Command, install: &str) -> Result<()> {
-    let name = command.get_program().to_string_lossy().into_owned();
+    let name = announced(&command);
     match command.status() {
         Ok(status) => ended(status, &name),
         Err(error) => Err(not_started(error, &name, install)),
@@ -403,7 +411,7 @@ fn explained(
     install: &str,
     explain: fn(&str) -> Option<String>,
 ) -> Result<()> {
-    let name = command.get_program().to_string_lossy().into_owned();
+    let name = announced(&command);
     let output = match command.stdout(Stdio::inherit()).stderr(Stdio::piped()).output() {
         Ok(output) => output,
         Err(error) => return Err(not_started(error, &name, install)),
