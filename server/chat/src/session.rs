@@ -12,11 +12,11 @@ pub const HELP: &str = "\
 /think on|off|auto  let the model reason always, never, or as the policy decides
 /profile [NAME]     choose the profile that steers the replies; without a name, list them
 /system [TEXT]      set the system text, or show it; `/system off` removes it
-/reset              forget the conversation, except the system text
+/reset, /clear      forget the conversation, except the system text
 /save FILE          write the conversation to a new JSON file
 /load FILE          continue a conversation that was saved, in place of this one
 /help               list the commands
-/exit               leave, as Ctrl-D does
+/exit, /bye         leave, as Ctrl-D does
 Ctrl-C stops a reply. A line that ends with \\ continues on the next. // at the beginning sends a /.";
 
 /// A line that the user has entered.
@@ -74,10 +74,10 @@ impl Command {
             ("save", Some(file)) => Ok(Self::Save(file.into())),
             ("load", Some(file)) => Ok(Self::Load(file.into())),
             ("save" | "load", None) => Err(format!("/{name}: name a file")),
-            ("reset", None) => Ok(Self::Reset),
+            ("reset" | "clear", None) => Ok(Self::Reset),
             ("help", None) => Ok(Self::Help),
             ("exit" | "quit" | "bye", None) => Ok(Self::Exit),
-            ("reset" | "help" | "exit" | "quit" | "bye", Some(_)) => {
+            ("reset" | "clear" | "help" | "exit" | "quit" | "bye", Some(_)) => {
                 Err(format!("/{name} takes nothing"))
             }
             _ => Err(format!("there is no command /{name}; /help lists them")),
@@ -211,6 +211,8 @@ mod tests {
         assert_eq!(parse("/system off"), Command::System(Some(String::new())));
         assert_eq!(parse("/system"), Command::System(None));
         assert_eq!(parse("/save my chat.json"), Command::Save("my chat.json".into()));
+        // As in Ollama's chat.
+        assert_eq!((parse("/clear"), parse("/bye")), (Command::Reset, Command::Exit));
     }
 
     #[test]
