@@ -168,8 +168,9 @@ pub async fn run(
     stage.send_replace(Stage::Finishing);
     tracing::info!(connections = connections.count(), "draining: running requests may finish");
     // Load balancers and clients learn why they are not served.
+    let refused = Arc::new(Throttle::default());
     let refuse_new = accept(&listener, &connections, |stream, connection| {
-        tokio::spawn(refuse_while_draining(stream, connection, idle_timeout));
+        tokio::spawn(refuse_while_draining(stream, connection, idle_timeout, refused.clone()));
     });
     tokio::select! {
         () = stage.closed() => return,
@@ -186,10 +187,23 @@ pub async fn run(
 
 /// Answers one request of a connection that was opened while the server drains: 503, and `draining` for
 /// `/health`.
-async fn refuse_while_draining(stream: TcpStream, connection: Connection, idle_timeout: Duration) {
+async fn refuse_while_draining(
+    stream: TcpStream,
+    connection: Connection,
+    idle_timeout: Duration,
+    refused: Arc<Throttle>,
+) {
+    let address = connection.address;
     let service = service_fn(async |request: hyper::Request<Incoming>| {
         let health = json!({"status": "draining"});
-        Ok::<_, Infallible>(answer_without_app(&request, health, ApiError::stopping()))
+        let response = answer_without_app(&request, health, ApiError::stopping());
+        if request.uri().path() != "/health"
+            && let Some(suppressed) = refused.pass()
+        {
+            let request_id = request_id::text(response.headers());
+            tracing::info!(request_id, %address, reason = "draining", suppressed, "request refused");
+        }
+        Ok::<_, Infallible>(response)
     });
     let http = http1::Builder::new()
         .timer(TokioTimer::new())

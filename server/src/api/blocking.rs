@@ -17,7 +17,7 @@ pub async fn blocking<T: Send + 'static>(
 /// A failure of the server. The log has the details.
 pub fn internal(error: impl Display) -> ApiError {
     let code = "internal_error";
-    tracing::error!(code, details = %error, "request failed");
+    tracing::error!(code, details = %error, "server failed");
     ApiError {
         status: StatusCode::INTERNAL_SERVER_ERROR,
         kind: "server_error",

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use prometheus_client::metrics::histogram::Histogram;
 use steersman_engine::request::{Event, FinishReason, RequestSpan, Usage};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::error::ApiError;
 use super::metrics::{Metrics, ReplyMetrics};
@@ -194,7 +194,8 @@ impl RequestLog {
     /// The request was rejected or failed; returns the error for the client.
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
-        let error: ApiError = error.into();
+        // What the conversion logs has the id of the request.
+        let error: ApiError = self.traced.log(|| error.into());
         // Until its prompt has started, it has no tokens.
         let progress = self.queued.map(|_| self.tracked.progress());
         let progress = progress.as_ref();
@@ -203,17 +204,25 @@ impl RequestLog {
         self.count(self.metrics.failed(error.status), self.started.elapsed());
         self.traced.log(|| {
             let error = ApiError { request_id: self.request_id.clone(), ..error };
-            info!(
-                status = error.status.as_u16(),
-                code = error.code,
-                param = error.param,
-                prompt_tokens = progress.map(|progress| progress.prompt_tokens),
-                completion_tokens = progress.map(|progress| progress.reply_tokens),
-                queue_ms = self.queued.map(milliseconds),
-                first_token_ms = self.first_piece.map(milliseconds),
-                total_ms = self.elapsed_ms(),
-                "request failed"
-            );
+            let status = error.status.as_u16();
+            // The level is part of a line's place in the code.
+            macro_rules! line {
+                ($level:ident) => {
+                    $level!(
+                        status,
+                        code = error.code,
+                        param = error.param,
+                        prompt_tokens = progress.map(|progress| progress.prompt_tokens),
+                        completion_tokens = progress.map(|progress| progress.reply_tokens),
+                        queue_ms = self.queued.map(milliseconds),
+                        first_token_ms = self.first_piece.map(milliseconds),
+                        total_ms = self.elapsed_ms(),
+                        "request failed"
+                    )
+                };
+            }
+            // A client's mistake is no failure of the server.
+            if error.status.is_server_error() { line!(warn) } else { line!(info) }
             error
         })
     }

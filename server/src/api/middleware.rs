@@ -107,8 +107,14 @@ pub async fn check_origin(State(app): State<Arc<App>>, request: Request, next: N
 pub async fn errors(request: Request, next: Next) -> Response {
     let dialect = Dialect::of(request.uri().path(), request.headers());
     let id = request_id::text(request.headers()).to_string();
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let mut response = next.run(request).await;
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        // Requests for replies have a line of their own, and their errors an id.
+        if error.status.is_server_error() && error.request_id.is_empty() {
+            let (status, code) = (error.status.as_u16(), error.code);
+            tracing::warn!(request_id = id, route, status, code, "request failed");
+        }
         let rendered = ApiError { request_id: id, ..error }.respond(dialect);
         return with_headers_of(rendered, &response);
     }

@@ -349,6 +349,8 @@ async fn log_of_a_request_that_did_not_succeed_says_how_far_it_was() {
         for field in ["prompt_tokens=", "completion_tokens=", "queue_ms=", "first_token_ms="] {
             assert!(line.contains(field), "`{field}` is not in {line}");
         }
+        // Operators look for warnings; a client that leaves is none.
+        assert_eq!(line.contains(" WARN "), status == 504, "{line}");
     }
 }
 
@@ -393,7 +395,13 @@ async fn stopping_server_tells_new_clients_that_it_drains() {
         health = get("/health").await;
     }
     assert!(health.starts_with("HTTP/1.1 503") && health.contains("\"draining\""), "{health}");
+    let lines = Lines::default();
+    let capture = lines.capture();
     let refused = get("/v1/models").await;
+    drop(capture);
+    let log = lines.text();
+    let is_refusal = |line: &str| line.contains("request refused") && line.contains("draining");
+    assert!(log.lines().any(|line| is_refusal(line) && line.contains("request_id=")), "{log}");
     assert!(
         refused.starts_with("HTTP/1.1 503") && refused.contains("server_stopping"),
         "{refused}"
