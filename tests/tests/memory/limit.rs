@@ -129,7 +129,8 @@ fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
         let texts = |i| text(engine.submit(request(i)).unwrap(), || ());
         ((0..8).map(texts).collect::<Vec<_>>(), engine.info().activity.report().bytes.weights)
     };
-    let limit = active() + weights + (115 << 20);
+    // Room for about five of them.
+    let limit = active() + weights + (90 << 20);
     config.engine.memory_limit_bytes = limit;
     let engine = Running::without_store(config);
     let events: Vec<_> = (0..8).map(|i| engine.submit(request(i)).unwrap()).collect();
@@ -172,7 +173,8 @@ fn requests_are_preempted_when_memory_gets_scarce_and_resume_later() {
     while report().preemptions < 2 {
         assert!(report().running + report().preempted > 2, "{:?}", report());
         let free = report().bytes.limit.saturating_sub(active());
-        let array = zeros::<u8>(&[i32::try_from(free / 16).unwrap().max(1 << 17)]).unwrap();
+        // In about twenty steps, while all of them run: smaller ones take until some have ended.
+        let array = zeros::<u8>(&[i32::try_from(free / 6).unwrap().max(1 << 17)]).unwrap();
         eval([&array]).unwrap();
         ballast.push(array);
         // Until the engine has seen it.
