@@ -24,6 +24,7 @@ mod model;
 mod nn;
 mod prefix;
 mod processor;
+mod ranks;
 mod sample;
 mod schedule;
 mod sequence;
@@ -76,7 +77,7 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, model, nn, prefix, store);
+    rooms!(cache, decode, engine, model, nn, prefix, ranks, store);
 
     pub mod queue {
         pub use crate::job::Job;

@@ -36,6 +36,7 @@ const WALLS: [(&str, &[&str]); 8] = [
             "engine/src/model",
             "engine/src/nn",
             "engine/src/prefix",
+            "engine/src/ranks",
             "engine/src/sample",
             "engine/src/schedule",
             "engine/src/sequence",

@@ -1,0 +1,109 @@
+//! Ranks: processes, or threads of one, that compute a model together. Each has a part of its weights.
+//!
+//! A layer that is cut computes on each rank a part of its outputs, or outputs whose sum over all ranks is its output. [`Ranks`]
+//! is what one of them knows: which it is, of how many, and how arrays of all are summed and gathered. A process that computes
+//! alone is the only rank, for which both return what they are given.
+//!
+//! Never decides what is cut, which the families do, and knows no model, cache or request.
+
+mod meeting;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use mlx_rs::Array;
+
+pub use self::meeting::in_threads;
+use crate::error::Result;
+
+/// How ranks exchange arrays. All ranks call the same operations in the same order, with arrays of one shape and dtype.
+pub trait Exchange: Debug + Send + Sync {
+    /// The sum of the arrays of all ranks: the same bits on each.
+    fn sum(&self, x: &Array) -> Result<Array>;
+
+    /// The arrays [D, ..] of all ranks, one after the other: [N D, ..].
+    fn gather(&self, x: &Array) -> Result<Array>;
+}
+
+/// The ranks that compute a model, as one of them sees them.
+#[derive(Debug, Clone)]
+pub struct Ranks {
+    index: i32,
+    count: i32,
+    /// `None` if there is one rank.
+    exchange: Option<Arc<dyn Exchange>>,
+}
+
+impl Ranks {
+    /// The only rank.
+    pub fn alone() -> Self {
+        Self { index: 0, count: 1, exchange: None }
+    }
+
+    /// Rank `index` of `count`, which is more than one.
+    pub fn new(index: i32, count: i32, exchange: Arc<dyn Exchange>) -> Self {
+        assert!(count > 1 && (0..count).contains(&index), "rank {index} of {count}");
+        Self { index, count, exchange: Some(exchange) }
+    }
+
+    /// Which rank this is, from 0 on.
+    pub fn index(&self) -> i32 {
+        self.index
+    }
+
+    /// Number of ranks, at least 1.
+    pub fn count(&self) -> i32 {
+        self.count
+    }
+
+    /// Returns true on rank 0, which adds what is added once: biases of outputs that are summed, and residuals.
+    pub fn is_first(&self) -> bool {
+        self.index == 0
+    }
+
+    /// Returns true if there are several ranks.
+    pub fn are_several(&self) -> bool {
+        self.count > 1
+    }
+
+    /// The part of `units` that each rank has, if the number of ranks divides them.
+    pub fn share(&self, units: i32) -> i32 {
+        units / self.count
+    }
+
+    /// As [`Ranks::share`] for units of which several ranks have the same one if there are more ranks than units.
+    pub fn share_or_one(&self, units: i32) -> i32 {
+        (units / self.count).max(1)
+    }
+
+    /// The sum of `x` over all ranks.
+    pub fn sum(&self, x: Array) -> Result<Array> {
+        match &self.exchange {
+            Some(exchange) => exchange.sum(&x),
+            None => Ok(x),
+        }
+    }
+
+    /// The mean of `x` over all ranks.
+    pub fn mean(&self, x: Array) -> Result<Array> {
+        match &self.exchange {
+            Some(exchange) => {
+                let count = Array::from_f32(self.count as f32).as_dtype(x.dtype())?;
+                Ok(exchange.sum(&x)?.divide(count)?)
+            }
+            None => Ok(x),
+        }
+    }
+
+    /// The columns `x` [1, R, D] of all ranks side by side: [1, R, N D].
+    pub fn gather(&self, x: Array) -> Result<Array> {
+        match &self.exchange {
+            Some(exchange) => {
+                let [rows, columns] = [x.dim(1), x.dim(2)];
+                let all = exchange.gather(&x)?.swap_axes(0, 1)?;
+                Ok(all.reshape(&[1, rows, self.count * columns])?)
+            }
+            None => Ok(x),
+        }
+    }
+}
