@@ -13,6 +13,7 @@ use crate::nn::{
     Block, Dense, Experts, Gate, GatedDelta, GatedMlp, Heads, Joined, Linear, Mlp, Moe, Outputs,
     OwnKernel, Packed, RmsNorm, Rope, Scores, Shared, attention, swiglu,
 };
+use crate::ranks::Ranks;
 
 /// Random numbers of a normal distribution.
 fn normal(seed: u64, shape: &[i32], dtype: Dtype) -> Result<Array> {
@@ -258,6 +259,7 @@ pub fn run_experts(dtype: Dtype) -> Result<Vec<Array>> {
             scale: 1.0,
             groups: None,
             shared: has_shared.then(shared).transpose()?,
+            ranks: Ranks::alone(),
         }));
         for rows in [1, 3, 8] {
             results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);

@@ -15,7 +15,7 @@ use super::llama::{self, AttentionConfig, SelfAttn};
 use super::{Model, Weights};
 use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, Gate, GatedMlp, LayerNorm, scaled};
+use crate::nn::{Embedding, Gate, GatedMlp, LayerNorm, Linear, scaled};
 
 /// `config.json`
 #[derive(Debug, Clone, Deserialize)]
@@ -55,6 +55,8 @@ struct Cohere2 {
     embed_tokens: Embedding,
     layers: Vec<Layer>,
     norm: LayerNorm,
+    /// The embeddings.
+    lm_head: Linear,
     logit_scale: f32,
 }
 
@@ -90,8 +92,10 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             mlp: weights.gated_mlp(&at("mlp"), Gate::Silu)?,
         });
     }
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Cohere2 {
-        embed_tokens: weights.embedding("model.embed_tokens")?,
+        lm_head: weights.lm_head(&embed_tokens, true)?,
+        embed_tokens,
         layers,
         norm: norm(weights, "model.norm")?,
         logit_scale: config.logit_scale.unwrap_or(LOGIT_SCALE),
@@ -133,6 +137,6 @@ impl Model for Cohere2 {
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        scaled(&self.embed_tokens.0.forward(hidden)?, self.logit_scale)
+        scaled(&self.lm_head.forward(hidden)?, self.logit_scale)
     }
 }

@@ -58,11 +58,12 @@ impl Config {
         let count = i32::try_from(self.num_experts).unwrap_or(i32::MAX);
         let bias = bias.map(|name| weights.vector_f32(&name, count)).transpose()?;
         let shared = if weights.has(&format!("{at}.shared_experts.up_proj.weight")) {
-            let expert = weights.gated_mlp(&format!("{at}.shared_experts"), Gate::Silu)?.into();
-            Some(Shared { expert, gate: None })
+            let expert = weights.gated_mlp(&format!("{at}.shared_experts"), Gate::Silu)?;
+            Some(Shared { expert: expert.unsummed().into(), gate: None })
         } else if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
+            let expert = weights.gated_mlp(&format!("{at}.shared_expert"), Gate::Silu)?;
             Some(Shared {
-                expert: weights.gated_mlp(&format!("{at}.shared_expert"), Gate::Silu)?.into(),
+                expert: expert.unsummed().into(),
                 gate: Some(weights.linear_to(&format!("{at}.shared_expert_gate"), 1)?),
             })
         } else {
@@ -80,6 +81,7 @@ impl Config {
                 chosen: self.topk_group.unwrap_or(1),
             }),
             shared,
+            ranks: weights.ranks().clone(),
         })))
     }
 }

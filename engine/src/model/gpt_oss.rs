@@ -67,6 +67,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             scale: 1.0,
             groups: None,
             shared: None,
+            ranks: weights.ranks().clone(),
         })))
     };
     let whole = llama.attention(ROPE_THETA);

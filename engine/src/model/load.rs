@@ -16,6 +16,7 @@ use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::{self, Capability};
 use crate::kernels::metal;
 use crate::nn::compile_steps;
+use crate::ranks::Ranks;
 
 /// A model ready to run, and its properties.
 pub struct Loaded {
@@ -87,6 +88,14 @@ impl Loaded {
 /// # Errors
 /// [`Error::Model`] names the file that is missing, damaged or of an unknown family.
 pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
+    load_part(folder, config, &Ranks::alone())
+}
+
+/// [`load`] of what one of `ranks` has of the model.
+///
+/// # Errors
+/// [`Error::Model`] also where the ranks cannot divide a tensor.
+pub fn load_part(folder: &Path, config: &ModelConfig, ranks: &Ranks) -> Result<Loaded> {
     let path = folder.join("config.json");
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
@@ -131,7 +140,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 
-    let mut weights = Weights::open(folder, &json, dtype, storage)?;
+    let mut weights = Weights::open(folder, &json, dtype, storage)?.for_ranks(ranks);
     let model = (family.load)(&json, &mut weights)?;
     weights.expect_no_scales()?;
     let embeddings = weights.embeddings();
@@ -171,13 +180,17 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         Storage::Packed => "as stored",
         Storage::OwnKernels(_) => "own kernels",
     };
+    let part = match ranks.are_several() {
+        true => format!(", rank {} of {}", ranks.index(), ranks.count()),
+        false => String::new(),
+    };
     Ok(Loaded {
         model,
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
         embeddings,
         settings: Sha256::new()
-            .chain_update(format!("{numbers}, {quantized}"))
+            .chain_update(format!("{numbers}, {quantized}{part}"))
             .chain_update(&bytes)
             .finalize()
             .into(),

@@ -51,9 +51,9 @@ mod tests;
 mod weights;
 
 pub use digest::WeightsDigest;
-pub use load::{Loaded, choose_device, enable_kernels, load, on_cpu};
+pub use load::{Loaded, choose_device, enable_kernels, load, load_part, on_cpu};
 pub use pass::Pass;
-pub use weights::Weights;
+pub use weights::{Cut, Weights};
 
 use mlx_rs::Array;
 use serde_json::Value;

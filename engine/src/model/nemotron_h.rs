@@ -211,6 +211,7 @@ impl LatentMoe {
                 scale: config.routed_scaling_factor.unwrap_or(1.0),
                 groups: Some(groups),
                 shared: None,
+                ranks: weights.ranks().clone(),
             },
             fc1_latent_proj,
             fc2_latent_proj,
@@ -230,7 +231,7 @@ impl LatentMoe {
         };
         let (chosen, shares) = self.moe.choose(x)?;
         let latent = through(&self.fc1_latent_proj, x)?;
-        let y = self.moe.experts.sum(&latent, &chosen, &shares)?;
+        let y = self.moe.ranks.sum(self.moe.experts.sum(&latent, &chosen, &shares)?)?;
         let y = through(&self.fc2_latent_proj, &y)?;
         match &self.shared_experts {
             Some(shared) => Ok(y.add(shared.forward(x)?)?),

@@ -21,12 +21,16 @@ use super::storage::Storage;
 use super::{check, fp8, gguf};
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu;
-use crate::kernels::cuda::Tiled;
 use crate::loading;
-use crate::nn::{Dense, Linear, Mode, OwnKernel, Packed, Quantization, scaled};
+use crate::nn::{Mode, Quantization, scaled};
+use crate::ranks::Ranks;
 use crate::request::mlx;
 
+mod cut;
 mod layers;
+mod linear;
+
+pub use cut::Cut;
 
 /// Tensors by name, and how to turn them into layers.
 pub struct Weights {
@@ -51,6 +55,13 @@ pub struct Weights {
     taps: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
+    /// Those who have parts of the model.
+    ranks: Ranks,
+    /// How layers and vectors are cut among them, by name without `.weight`.
+    cuts: HashMap<String, Cut>,
+    /// All tensors taken, as the family named and changed them.
+    #[cfg(test)]
+    taken: HashMap<String, Array>,
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
@@ -139,6 +150,10 @@ impl Weights {
             vocabulary: size("vocab_size"),
             taps: TAPS.iter().find_map(|key| size(key)).or(nested),
             embeddings: usize::MAX,
+            ranks: Ranks::alone(),
+            cuts: HashMap::new(),
+            #[cfg(test)]
+            taken: HashMap::new(),
         };
         let places = [(config, "quantization"), (config, "quantization_config")];
         let keys = places.into_iter().chain([(text, "quantization_config")]);
@@ -147,6 +162,22 @@ impl Weights {
             weights.read_quantization(keys)?;
         }
         Ok(weights)
+    }
+
+    /// Takes what one of `ranks` has of each layer from now on.
+    pub fn for_ranks(self, ranks: &Ranks) -> Self {
+        Self { ranks: ranks.clone(), ..self }
+    }
+
+    /// Those who have parts of the model.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// Says how layers and vectors at `at` are cut among ranks when they are taken.
+    pub fn cut(&mut self, at: &str, cuts: impl IntoIterator<Item = (&'static str, Cut)>) {
+        let named = cuts.into_iter().map(|(name, cut)| (format!("{at}.{name}"), cut));
+        self.cuts.extend(named);
     }
 
     /// `quantization` of `config.json`: the rule for all layers, then exceptions by layer name.
@@ -281,16 +312,15 @@ impl Weights {
         self.take_as(name, Dtype::Float32)
     }
 
-    /// Takes a tensor that kernels of our own read as it is stored, which may take half of the memory.
-    fn take_stored(&mut self, name: &str) -> Result<Array> {
-        let stored = self.arrays.get(name).map(Array::dtype);
-        let dtype = stored
-            .filter(|dtype| dtype.is_float() && matches!(self.storage, Storage::OwnKernels(_)));
-        self.take_as(name, dtype.unwrap_or(self.dtype))
+    fn take_as(&mut self, name: &str, dtype: Dtype) -> Result<Array> {
+        let array = self.remove_part(name, None)?;
+        let array = self.cast(name, array, dtype)?;
+        eval([&array])?;
+        Ok(array)
     }
 
-    fn take_as(&mut self, name: &str, dtype: Dtype) -> Result<Array> {
-        let array = self.remove(name)?;
+    /// The `array` of the tensor `name` in another type.
+    fn cast(&self, name: &str, array: Array, dtype: Dtype) -> Result<Array> {
         if !array.dtype().is_float() {
             let problem = format!(
                 "`{name}` holds {:?}, not floats; if it is quantized, config.json must say how",
@@ -298,9 +328,7 @@ impl Weights {
             );
             return Err(self.problem("", problem));
         }
-        let array = array.as_dtype(dtype)?;
-        eval([&array])?;
-        Ok(array)
+        Ok(array.as_dtype(dtype)?)
     }
 
     /// Multiplies a layer without biases, dense or packed, with `factor`, in the type it is stored in. Does
@@ -326,123 +354,6 @@ impl Weights {
     /// Tokens that the embeddings taken have rows of.
     pub fn embeddings(&self) -> usize {
         self.embeddings
-    }
-
-    /// Takes a linear layer with `inputs`, if they are known: `NAME.weight`, `.scales` and `.biases` if it is
-    /// quantized, and `.bias` if there is one.
-    fn linear_with(&mut self, name: &str, inputs: Option<i32>) -> Result<Linear> {
-        let bias_name = format!("{name}.bias");
-        let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
-        let weight_name = format!("{name}.weight");
-        if !self.has(&format!("{name}.scales")) {
-            let weight = self.take_stored(&weight_name)?;
-            if weight.ndim() < 2 {
-                let problem = format!(
-                    "`{weight_name}` has the shape {:?}, not that of a matrix",
-                    weight.shape()
-                );
-                return Err(self.problem("", problem));
-            }
-            if let Some(bias) = &bias {
-                self.expect(&bias_name, bias, &weight.shape()[..weight.ndim() - 1])?;
-            }
-            return self.dense(weight, bias);
-        }
-        let named = self.mixed.get(name).copied();
-        let Some(mut quantization) = named.or(self.quantization) else {
-            let problem = format!("`{name}` has scales, but the key `quantization` is missing");
-            return Err(self.problem("config.json", problem));
-        };
-        if self.has(&format!("{name}.global_scale")) {
-            let problem =
-                format!("`{name}` has a scale for the whole tensor, which is not supported");
-            return Err(self.problem("", problem));
-        }
-        let affine = quantization.mode == Mode::Affine;
-        let scales = format!("{name}.scales");
-        let mut packed = Packed {
-            weight: self.remove(&weight_name)?,
-            // Other modes encode scales in bytes, which must not be cast.
-            scales: if affine { self.take_stored(&scales)? } else { self.remove(&scales)? },
-            biases: if affine { Some(self.take_stored(&format!("{name}.biases"))?) } else { None },
-            quantization,
-            dtype: self.dtype,
-            own_kernel: None,
-        };
-        let (columns, groups) = (packed.weight.dim(-1), packed.scales.dim(-1));
-        if named.is_none() && affine {
-            quantization = inferred(quantization, inputs, columns, groups);
-            packed.quantization = quantization;
-        }
-        let Quantization { group_size, bits, .. } = quantization;
-        if packed.weight.ndim() < 2 || columns * 32 != groups * group_size * bits {
-            let problem = format!(
-                "`{name}` has {columns} packed columns and {groups} scales a row, which are not \
-                 {bits} bits in groups of {group_size}; name the layer in `quantization` of \
-                 config.json"
-            );
-            return Err(self.problem("", problem));
-        }
-        let rows = &packed.weight.shape()[..packed.weight.ndim() - 1];
-        let all = [rows, &[groups]].concat();
-        self.expect(&scales, &packed.scales, &all)?;
-        if let Some(biases) = &packed.biases {
-            self.expect(&format!("{name}.biases"), biases, &all)?;
-        }
-        if let Some(bias) = &bias {
-            self.expect(&bias_name, bias, rows)?;
-        }
-        self.stored(packed, bias)
-    }
-
-    /// A layer in the form that [`Storage`] asks for.
-    fn stored(&mut self, mut packed: Packed, bias: Option<Array>) -> Result<Linear> {
-        packed.own_kernel = match self.storage {
-            Storage::OwnKernels(activations) if cpu::supports(packed.view()) => {
-                Some(OwnKernel { activations, is_symmetric: packed.is_symmetric()? })
-            }
-            _ => None,
-        };
-        if self.storage != Storage::Packed && packed.own_kernel.is_none() {
-            return self.dense(packed.dequantize()?, bias);
-        }
-        if packed.own_kernel.is_some() {
-            self.own_kernels += 1;
-            self.own_packed += 1;
-            // A view of a larger array would be copied in each product.
-            packed.weight = packed.weight.contiguous()?;
-            packed.scales = packed.scales.contiguous()?;
-            packed.biases = packed.biases.map(|biases| biases.contiguous()).transpose()?;
-        }
-        if let Some(weight) = Tiled::new(packed.view())? {
-            return Ok(Linear::Tiled { weight, bias });
-        }
-        let arrays = || [&packed.weight, &packed.scales].into_iter().chain(&packed.biases);
-        eval(arrays())?;
-        if packed.own_kernel.is_some() {
-            self.own_memory.extend(arrays().map(cpu::addresses));
-        }
-        Ok(Linear::Quantized { weight: packed, bias })
-    }
-
-    /// A layer of floats. Those of 16 bits stay so if kernels of our own multiply with them; others get the model's dtype.
-    fn dense(&mut self, mut weight: Array, bias: Option<Array>) -> Result<Linear> {
-        let dtype = self.dtype;
-        let own_kernel =
-            matches!(self.storage, Storage::OwnKernels(_)) && cpu::supports_dense(&weight);
-        if own_kernel {
-            self.own_kernels += 1;
-            // A view of a larger array would be copied in each product.
-            weight = weight.contiguous()?;
-        }
-        if !own_kernel || weight.dtype() == Dtype::Float32 {
-            weight = weight.as_dtype(dtype)?;
-        }
-        eval([&weight])?;
-        if own_kernel {
-            self.own_memory.push(cpu::addresses(&weight));
-        }
-        Ok(Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias })
     }
 
     /// Backs the matrices taken that kernels of our own use with huge pages. Returns the bytes of the pages.
@@ -504,9 +415,12 @@ impl Weights {
     /// Takes a tensor as it is stored.
     pub fn remove(&mut self, name: &str) -> Result<Array> {
         loading::advance(self.tensors.saturating_sub(self.arrays.len()), self.tensors);
-        self.arrays
-            .remove(name)
-            .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))
+        let Some(array) = self.arrays.remove(name) else { return Err(self.missing(name)) };
+        Ok(array)
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        self.problem("", format!("the weights have no tensor `{name}`"))
     }
 
     /// A scale whose matrix was taken without it, or that has none.
@@ -533,24 +447,19 @@ impl Weights {
         Err(self.problem("", problem))
     }
 
+    /// All tensors taken, as the family named and changed them, and how each is cut among ranks.
+    #[cfg(test)]
+    pub fn taken(&self) -> impl Iterator<Item = (&str, &Array, Option<&Cut>)> {
+        self.taken.iter().map(|(name, array)| {
+            let layer = name.rsplit_once('.').map_or("", |(layer, _)| layer);
+            (name.as_str(), array, self.cuts.get(name).or(self.cuts.get(layer)))
+        })
+    }
+
     /// An error about `file` of the model's folder.
     pub fn problem(&self, file: &str, problem: String) -> Error {
         Error::Config(ConfigError::Model { path: self.folder.join(file), problem })
     }
-}
-
-/// The quantization of a layer that `config.json` does not name, from its shape: recipes of mixed bits leave
-/// names out. `columns` are its 32-bit words and `groups` its scales in a row; without `inputs` the group
-/// size is that of the other layers.
-///
-/// Source: mlx-lm `utils.py`, `infer_quant_config`.
-fn inferred(all: Quantization, inputs: Option<i32>, columns: i32, groups: i32) -> Quantization {
-    let groups = groups.max(1);
-    let inputs = inputs.unwrap_or(groups * all.group_size).max(1);
-    let found = Quantization { group_size: inputs / groups, bits: columns * 32 / inputs, ..all };
-    let is_known =
-        [32, 64, 128].contains(&found.group_size) && [2, 3, 4, 5, 6, 8].contains(&found.bits);
-    if is_known { found } else { all }
 }
 
 /// The weight files of a folder, sorted; a GGUF file is its own, or one of several. Fails if there are none or one of the index is missing.

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::kernels::Input;
 use crate::kernels::cpu;
 use crate::kernels::cuda::Tiled;
+use crate::ranks::Ranks;
 
 /// A matrix of floats [out, in], or a stack of them [E, out, in].
 #[derive(Debug, Clone)]
@@ -69,12 +70,49 @@ pub enum Linear {
         /// [out], added to the product.
         bias: Option<Array>,
     },
+    /// What this rank has of a layer that is cut; never a stack.
+    Part(Part),
+}
+
+/// A part of a layer whose other parts other ranks have.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// The layer, as one of its own.
+    pub layer: Box<Linear>,
+    /// How the outputs of all parts become those of the whole layer.
+    pub join: Join,
+    /// Those who have the parts.
+    pub ranks: Ranks,
+}
+
+/// How outputs of parts become those of the whole layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Join {
+    /// Each part has some of the inputs: the outputs are summed.
+    Sum,
+    /// Each part has some of the outputs: they stand side by side.
+    Gather,
+}
+
+impl Part {
+    /// As [`Linear::apply`].
+    fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
+        match (self.join, residual) {
+            (Join::Sum, residual) => {
+                let once = residual.filter(|_| self.ranks.is_first());
+                self.ranks.sum(self.layer.apply(x, once)?)
+            }
+            (Join::Gather, None) => self.ranks.gather(self.layer.apply(x, None)?),
+            (Join::Gather, Some(residual)) => Ok(residual.add(self.apply(x, None)?)?),
+        }
+    }
 }
 
 impl Linear {
     /// Outputs and inputs, [out, in].
     pub fn shape(&self) -> [i32; 2] {
         match self {
+            Self::Part(part) => part.layer.shape(),
             Self::Dense { weight, .. } => [weight.weight.dim(-2), weight.weight.dim(-1)],
             Self::Quantized { weight, .. } => {
                 let inputs = weight.scales.dim(-1) * weight.quantization.group_size;
@@ -89,7 +127,7 @@ impl Linear {
         let leading = match self {
             Self::Dense { weight, .. } => &weight.weight,
             Self::Quantized { weight, .. } => &weight.weight,
-            Self::Tiled { .. } => return self.shape().into(),
+            Self::Tiled { .. } | Self::Part(_) => return self.shape().into(),
         };
         let leading = &leading.shape()[..leading.ndim() - 2];
         [leading, &self.shape()].concat()
@@ -115,6 +153,15 @@ impl Linear {
             Self::Dense { weight, .. } => weight.array(),
             Self::Quantized { weight, .. } => weight.dequantize(),
             Self::Tiled { weight, .. } => weight.dequantize(),
+            Self::Part(part) => part.layer.dense(),
+        }
+    }
+
+    /// The layer that only adds up to the whole one: the outputs of all ranks are summed by the caller.
+    pub fn unsummed(self) -> Self {
+        match self {
+            Self::Part(Part { layer, join: Join::Sum, .. }) => *layer,
+            layer => layer,
         }
     }
 
@@ -126,6 +173,7 @@ impl Linear {
     /// [`Linear::forward`] of `x`, added to `residual` [.., out] if there is one.
     pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
         let product = match self {
+            Self::Part(part) => return part.apply(x, residual),
             Self::Tiled { weight, bias: None } => weight.product(x, residual)?,
             _ => cpu::products([self.matrix()], x, residual)?.map(|[y]| y),
         };
@@ -137,6 +185,7 @@ impl Linear {
             Self::Dense { weight, bias } => (weight.matmul(x)?, bias),
             Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
             Self::Tiled { weight, bias } => (weight.matmul(x)?, bias),
+            Self::Part(_) => unreachable!("applied above"),
         };
         if let Some(bias) = bias {
             y = y.add(bias)?;
@@ -156,7 +205,7 @@ impl Linear {
                 (gather_mm(x, weight.array()?.swap_axes(-1, -2)?, None, which, sorted)?, bias)
             }
             Self::Quantized { weight, bias } => (weight.gather(x, which, sorted)?, bias),
-            Self::Tiled { .. } => unreachable!("a stack has its own format"),
+            Self::Tiled { .. } | Self::Part(_) => unreachable!("a stack has its own format"),
         };
         match bias {
             Some(bias) => Ok(y.add(bias.take_axis(which, 0)?.expand_dims(-2)?)?),
@@ -181,6 +230,7 @@ impl Embedding {
             Linear::Dense { weight, .. } => weight.rows(ids)?,
             Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,
             Linear::Tiled { weight, .. } => weight.rows(ids)?,
+            Linear::Part(_) => unreachable!("every rank has all embeddings"),
         };
         Ok(rows.expand_dims(0)?)
     }

@@ -17,10 +17,11 @@ use mlx_rs::{Array, Dtype, fast};
 
 use super::gated_delta::{CHUNK, convolve, heads_first, pairwise_decay};
 use super::runs::by_run;
-use super::{RmsNorm, silu, swiglu};
+use super::{RmsNorm, mean_square, silu, swiglu};
 use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
 use crate::kernels::REWIND;
+use crate::ranks::Ranks;
 
 /// Weights and shape of the recurrent part of a Mamba-2 layer.
 #[derive(Debug, Clone)]
@@ -178,12 +179,39 @@ pub struct GatedNorm {
     pub norm: RmsNorm,
     /// Parts that are normalised each by itself.
     pub groups: i32,
+    /// Where the dimensions are a part of one group whose other parts other ranks have.
+    pub part: Option<GroupPart>,
+}
+
+/// A part of a group of dimensions.
+#[derive(Debug, Clone)]
+pub struct GroupPart {
+    /// Those who have parts of any group, as many of each.
+    pub ranks: Ranks,
+    /// Number of groups.
+    pub groups: i32,
+}
+
+impl GroupPart {
+    /// The mean square [1, R, 1] of the whole group, of that of this part.
+    fn mean_square(&self, own: &Array) -> Result<Array> {
+        let members = self.ranks.count() / self.groups;
+        // Neighbouring ranks have the same group.
+        let group = self.ranks.index() / members;
+        let is_own: Vec<f32> = (0..self.groups).map(|i| f32::from(i == group)).collect();
+        let by_group = own.multiply(Array::from_slice(&is_own, &[self.groups]))?;
+        let sums = self.ranks.sum(by_group)?.try_index((.., .., group..group + 1))?;
+        Ok(sums.divide(Array::from_f32(members as f32))?)
+    }
 }
 
 impl GatedNorm {
     /// `y` and `gate` [1, R, H P], same shape back.
     pub fn forward(&self, y: Array, gate: Array) -> Result<Array> {
         let gated = swiglu(gate, y)?;
+        if let Some(part) = &self.part {
+            return self.norm.forward_by(&gated, &part.mean_square(&mean_square(&gated)?)?);
+        }
         if self.groups == 1 {
             return self.norm.forward(&gated);
         }

@@ -102,6 +102,11 @@ impl GatedMlp {
         self.apply(Input::Normed(x, norm.view()), Some(x))
     }
 
+    /// The block of which each rank computes a part: the caller sums the outputs of all.
+    pub fn unsummed(self) -> Self {
+        Self { down_proj: self.down_proj.unsummed(), ..self }
+    }
+
     fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
         let fused = if self.gate == Gate::Silu { self.gate_up.swiglu(x)? } else { None };
         let both = match fused {

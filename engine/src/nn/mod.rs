@@ -28,11 +28,11 @@ pub use gated_delta::{
 pub use heads::Heads;
 pub use joined::Joined;
 pub use kimi_delta::KimiDelta;
-pub use linear::{Dense, Embedding, Linear};
-pub use mamba2::{GatedNorm, Mamba2};
+pub use linear::{Dense, Embedding, Join, Linear, Part};
+pub use mamba2::{GatedNorm, GroupPart, Mamba2};
 pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};
 pub use moe::{Experts, Groups, Mlp, Moe, Shared};
-pub use norm::{LayerNorm, RmsNorm};
+pub use norm::{LayerNorm, RmsNorm, mean_square};
 pub use packed::{OwnKernel, Packed, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 pub use rows::{beside, joined_rows, pick_rows, rows_of, token_ids};

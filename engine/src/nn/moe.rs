@@ -13,6 +13,7 @@ use mlx_rs::{Array, Dtype};
 use super::{Block, Gate, GatedMlp, Input, Linear, RmsNorm, scaled};
 use crate::error::Result;
 use crate::kernels::{self, ExpertsView, SharedGate};
+use crate::ranks::Ranks;
 
 /// Sorting does not pay for fewer choices.
 const SORTED_CHOICES: i32 = 64;
@@ -66,6 +67,8 @@ pub struct Moe {
     pub groups: Option<Groups>,
     /// An expert for all rows.
     pub shared: Option<Shared>,
+    /// Those who have parts of all experts, also of the shared one.
+    pub ranks: Ranks,
 }
 
 /// Choice by sigmoids and a bias that balanced the experts in training: the best groups by the sum of their
@@ -98,14 +101,18 @@ impl Moe {
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (chosen, shares) = self.choose(x)?;
         let y = self.experts.sum(x, &chosen, &shares)?;
-        match &self.shared {
-            Some(shared) => Ok(y.add(shared.forward(x)?)?),
-            None => Ok(y),
-        }
+        self.ranks.sum(match &self.shared {
+            Some(shared) => y.add(shared.forward(x)?)?,
+            None => y,
+        })
     }
 
     /// `x + moe(norm x)`; `None` if there is no kernel.
     fn residual_by_kernel(&self, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
+        // The kernels add `x` themselves, which one rank alone may do.
+        if self.ranks.are_several() {
+            return Ok(None);
+        }
         let Some(view) = self.view() else { return Ok(None) };
         let router = |x: Input<'_>| self.gate.apply(x, None);
         let expert = self.shared.as_ref().map(|shared| &shared.expert);
@@ -208,7 +215,8 @@ impl Shared {
 }
 
 impl Experts {
-    /// The sum of the `chosen` experts of each row of `x` [1, R, D], times their `shares`: [1, R, D].
+    /// The sum of the `chosen` experts of each row of `x` [1, R, D], times their `shares`: [1, R, D]. Where ranks have parts of
+    /// the experts, the caller sums that of all.
     pub fn sum(&self, x: &Array, chosen: &Array, shares: &Array) -> Result<Array> {
         let y = self.forward(x, chosen)?;
         Ok(y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?)

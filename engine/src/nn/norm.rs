@@ -1,7 +1,7 @@
 //! Normalisation: by the root mean square (arXiv:1910.07467), and layer normalisation
 //! (arXiv:1607.06450).
 
-use mlx_rs::{Array, fast};
+use mlx_rs::{Array, Dtype, fast};
 
 use crate::error::Result;
 use crate::kernels::NormView;
@@ -21,10 +21,22 @@ impl RmsNorm {
         self.view().forward(x)
     }
 
+    /// [`RmsNorm::forward`] of a part `x` [.., D] of longer rows, whose mean square is `mean_square` [.., 1] (f32).
+    pub fn forward_by(&self, x: &Array, mean_square: &Array) -> Result<Array> {
+        let factor = mean_square.add(Array::from_f32(self.eps))?.rsqrt()?;
+        let y = x.as_dtype(Dtype::Float32)?.multiply(factor)?.as_dtype(x.dtype())?;
+        Ok(y.multiply(&self.weight)?)
+    }
+
     /// The norm as kernels read it.
     pub fn view(&self) -> NormView<'_> {
         NormView { weight: &self.weight, eps: self.eps }
     }
+}
+
+/// The mean square of `x` [.., D] over the last axis, [.., 1] (f32).
+pub fn mean_square(x: &Array) -> Result<Array> {
+    Ok(x.as_dtype(Dtype::Float32)?.square()?.mean_axis(-1, true)?)
 }
 
 /// `(x - mean(x)) / sqrt(var(x) + eps) * weight` over the last axis, statistics in f32.

@@ -17,6 +17,7 @@ use crate::nn::{
     Block, DENSE_ROWS, Embedding, Experts, Gate, GatedMlp, Input, Joined, Linear, Mlp, Moe, Packed,
     RmsNorm, Scores, Shared, attention, swiglu,
 };
+use crate::ranks::Ranks;
 
 const BACKEND: Backend = Backend { enable, joins: true, attends: true, queues: true };
 
@@ -378,6 +379,7 @@ fn experts_equal_their_operations() {
                 scale: 1.0,
                 groups: None,
                 shared,
+                ranks: Ranks::alone(),
             }));
             enable(false);
             let norm = RmsNorm { weight: normal(2, &[d], dtype), eps: 1e-6 };

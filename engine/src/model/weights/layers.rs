@@ -3,7 +3,8 @@
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::Weights;
+use super::linear::Form;
+use super::{Cut, Weights};
 use crate::error::{Error, Result};
 use crate::nn::{Activation, Embedding, Gate, GatedMlp, Joined, Linear, PlainMlp, RmsNorm};
 
@@ -29,12 +30,12 @@ impl Weights {
     /// # Errors
     /// [`Error::Model`] with both shapes if it has another one.
     pub fn norm_of(&mut self, name: &str, eps: f32, sizes: &[i32]) -> Result<RmsNorm> {
-        let name = format!("{name}.weight");
-        let weight = self.take(&name)?;
+        let weight_name = format!("{name}.weight");
+        let weight = self.take(&weight_name)?;
         if weight.ndim() != 1 || !sizes.contains(&weight.dim(0)) {
-            return Err(self.misfit(&name, weight.shape(), &sizes[..1]));
+            return Err(self.misfit(&weight_name, weight.shape(), &sizes[..1]));
         }
-        Ok(RmsNorm { weight, eps })
+        Ok(RmsNorm { weight: self.own_part(name, weight, -1)?, eps })
     }
 
     /// Takes the embedding of tokens, [V, D].
@@ -54,19 +55,14 @@ impl Weights {
     /// Takes the output head, which is `embed_tokens` if the two are `tied` or the checkpoint has
     /// no head.
     pub fn lm_head(&mut self, embed_tokens: &Embedding, tied: bool) -> Result<Linear> {
-        if tied || !self.has("lm_head.weight") {
-            return Ok(embed_tokens.0.clone());
-        }
-        self.table("lm_head", [self.vocabulary, self.hidden])
+        let is_tied = tied || !self.has("lm_head.weight");
+        let form = Form { stack: None, rows: self.vocabulary, inputs: self.hidden };
+        self.head_with(is_tied.then_some(&embed_tokens.0), form)
     }
 
     /// Takes a matrix of this shape, as far as it is known.
     fn table(&mut self, name: &str, [rows, inputs]: [Option<i32>; 2]) -> Result<Linear> {
-        let table = self.linear_with(name, inputs)?;
-        let [found, columns] = table.shape();
-        let expected = [rows.unwrap_or(found), inputs.unwrap_or(columns)];
-        self.expect_layer(name, &table, None, expected)?;
-        Ok(table)
+        self.linear_with(name, Form { stack: None, rows, inputs })
     }
 
     /// Takes the block of `AT.gate_proj`, `AT.up_proj` and `AT.down_proj`.
@@ -81,10 +77,11 @@ impl Weights {
 
     fn gated(&mut self, at: &str, gate: Gate, stack: Option<i32>) -> Result<GatedMlp> {
         let name = format!("{at}.gate_proj");
-        let gate_proj = self.linear_with(&name, self.hidden)?;
-        let [size, inputs] = gate_proj.shape();
-        let hidden = self.hidden.unwrap_or(inputs);
-        self.expect_layer(&name, &gate_proj, stack, [size, hidden])?;
+        let size = self.outputs(&name);
+        self.cut(at, block_cuts(size));
+        let gate_proj =
+            self.linear_with(&name, Form { stack, rows: Some(size), inputs: self.hidden })?;
+        let hidden = self.hidden.unwrap_or(gate_proj.shape()[1]);
         let up_proj = self.layer(&format!("{at}.up_proj"), stack, [size, hidden])?;
         Ok(GatedMlp {
             gate,
@@ -117,10 +114,10 @@ impl Weights {
         inputs: Option<i32>,
     ) -> Result<PlainMlp> {
         let name = format!("{at}.up_proj");
-        let up_proj = self.linear_with(&name, inputs)?;
-        let [size, found] = up_proj.shape();
-        let inputs = inputs.unwrap_or(found);
-        self.expect_layer(&name, &up_proj, stack, [size, inputs])?;
+        let size = self.outputs(&name);
+        self.cut(at, block_cuts(size));
+        let up_proj = self.linear_with(&name, Form { stack, rows: Some(size), inputs })?;
+        let inputs = inputs.unwrap_or(up_proj.shape()[1]);
         let down_proj = self.layer(&format!("{at}.down_proj"), stack, [inputs, size])?;
         Ok(PlainMlp { activation, up_proj, down_proj })
     }
@@ -128,15 +125,15 @@ impl Weights {
     /// Takes the taps of a depthwise convolution, [C] each, oldest first, from `NAME.weight`: published as
     /// [C, 1, K], and by MLX's converter as [C, K, 1].
     pub fn taps(&mut self, name: &str, channels: i32) -> Result<Vec<Array>> {
-        let name = format!("{name}.weight");
-        let weight = self.take(&name)?;
+        let weight_name = format!("{name}.weight");
+        let weight = self.take(&weight_name)?;
         let longest = weight.shape().iter().skip(1).copied().max();
         let taps = self.taps.or(longest).unwrap_or(0).max(1);
         let layouts: [&[i32]; 3] = [&[channels, 1, taps], &[channels, taps, 1], &[channels, taps]];
         if !layouts.contains(&weight.shape()) {
-            return Err(self.misfit(&name, weight.shape(), layouts[0]));
+            return Err(self.misfit(&weight_name, weight.shape(), layouts[0]));
         }
-        let weight = weight.reshape(&[channels, taps])?;
+        let weight = self.own_part(name, weight.reshape(&[channels, taps])?, -2)?;
         let taps = (0..taps).map(|tap| weight.try_index((.., tap))?.contiguous());
         Ok(taps.collect::<std::result::Result<_, _>>()?)
     }
@@ -145,14 +142,14 @@ impl Weights {
     pub fn vector(&mut self, name: &str, len: i32) -> Result<Array> {
         let vector = self.take(name)?;
         self.expect(name, &vector, &[len])?;
-        Ok(vector)
+        self.own_part(name, vector, -1)
     }
 
     /// Takes the tensor `name` of `len` elements as f32.
     pub fn vector_f32(&mut self, name: &str, len: i32) -> Result<Array> {
         let vector = self.take_f32(name)?;
         self.expect(name, &vector, &[len])?;
-        Ok(vector)
+        self.own_part(name, vector, -1)
     }
 
     /// Takes the tensor `name` of `len` elements in any shape as f32 [len].
@@ -161,7 +158,7 @@ impl Weights {
         if Ok(array.size()) != usize::try_from(len) {
             return Err(self.misfit(name, array.shape(), &[len]));
         }
-        Ok(array.reshape(&[len])?)
+        self.own_part(name, array.reshape(&[len])?, -1)
     }
 
     /// Takes a linear layer of `shape` [out, in].
@@ -182,26 +179,13 @@ impl Weights {
         self.layer(name, Some(count), shape)
     }
 
-    fn layer(&mut self, name: &str, stack: Option<i32>, shape: [i32; 2]) -> Result<Linear> {
-        let layer = self.linear_with(name, Some(shape[1]))?;
-        self.expect_layer(name, &layer, stack, shape)?;
-        Ok(layer)
-    }
-
-    /// Checks the shape of the layer `name`: a `stack` of `shape` [out, in], or one of it.
-    fn expect_layer(
-        &self,
+    fn layer(
+        &mut self,
         name: &str,
-        layer: &Linear,
         stack: Option<i32>,
-        shape: [i32; 2],
-    ) -> Result<()> {
-        let expected: Vec<i32> = stack.into_iter().chain(shape).collect();
-        let found = layer.dims();
-        if found == expected {
-            return Ok(());
-        }
-        Err(self.misfit(&format!("{name}.weight"), &found, &expected))
+        [rows, inputs]: [i32; 2],
+    ) -> Result<Linear> {
+        self.linear_with(name, Form { stack, rows: Some(rows), inputs: Some(inputs) })
     }
 
     /// Checks the shape of the tensor `name`.
@@ -213,11 +197,21 @@ impl Weights {
     }
 
     /// The tensor `name` has another shape than config.json makes.
-    fn misfit(&self, name: &str, found: &[i32], expected: &[i32]) -> Error {
+    pub(super) fn misfit(&self, name: &str, found: &[i32], expected: &[i32]) -> Error {
         let problem =
             format!("`{name}` has the shape {found:?}, which config.json makes {expected:?}");
         self.problem("", problem)
     }
+}
+
+/// How a feed-forward block of this `size`, or each of a stack, is cut among ranks: along the dimension between its
+/// matrices.
+fn block_cuts(size: i32) -> [(&'static str, Cut); 3] {
+    [
+        ("gate_proj", Cut::Outputs(size)),
+        ("up_proj", Cut::Outputs(size)),
+        ("down_proj", Cut::Inputs(size)),
+    ]
 }
 
 /// A number of experts as MLX counts.

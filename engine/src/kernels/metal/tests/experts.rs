@@ -15,6 +15,7 @@ use crate::nn::{
     Block, Experts as ExpertsOf, Gate, GatedMlp, Joined, Linear, Mlp, Mode, Moe, Packed,
     Quantization, RmsNorm, Shared,
 };
+use crate::ranks::Ranks;
 
 /// Which experts there are.
 #[derive(Debug, Clone, Copy)]
@@ -120,6 +121,7 @@ fn moe(form: &Form, dtype: Dtype) -> Moe {
         scale: form.scale,
         groups: None,
         shared,
+        ranks: Ranks::alone(),
     }
 }
 
