@@ -20,7 +20,7 @@ use mlx_rs::ops::{concatenate, matmul};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Weights, experts};
+use super::{Cut, Model, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{Embedding, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scaling, Scores, attention};
@@ -172,8 +172,23 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     }))
 }
 
+impl LatentConfig {
+    /// How a layer is cut among ranks: by heads. All ranks have the latents.
+    fn cuts(&self) -> [(&'static str, Cut); 6] {
+        [
+            ("q_proj", Cut::Outputs(self.heads)),
+            ("q_b_proj", Cut::Outputs(self.heads)),
+            ("kv_b_proj", Cut::Outputs(self.heads)),
+            ("embed_q", Cut::Stack(self.heads)),
+            ("unembed_out", Cut::Stack(self.heads)),
+            ("o_proj", Cut::Inputs(self.heads)),
+        ]
+    }
+}
+
 impl LatentAttention {
     pub fn load(config: LatentConfig, weights: &mut Weights, at: &str) -> Result<Self> {
+        weights.cut(at, config.cuts());
         let at = |name: &str| format!("{at}.{name}");
         let LatentConfig { hidden, heads, latent, query_rank, nope, rotated, values, .. } = config;
         let queries = heads * (nope + rotated);
@@ -190,8 +205,7 @@ impl LatentAttention {
         let (embed_q, unembed_out) = if weights.has(&format!("{published}.weight")) {
             let rows = heads * (nope + values);
             let both = weights.linear_of(&published, [rows, latent])?.dense()?;
-            let parts =
-                both.reshape(&[heads, nope + values, latent])?.split_at_indices(&[nope], 1)?;
+            let parts = both.reshape(&[-1, nope + values, latent])?.split_at_indices(&[nope], 1)?;
             (parts[0].clone(), parts[1].swap_axes(1, 2)?)
         } else {
             let embed_q = weights.stack_of(&at("embed_q"), heads, [latent, nope])?.dense()?;
@@ -209,7 +223,7 @@ impl LatentAttention {
             o_proj: weights.linear_of(&at("o_proj"), [hidden, heads * values])?,
             rope: config.rope,
             scores: Scores { scale: config.scale, softcap: None, sinks: None },
-            heads,
+            heads: weights.ranks().share(heads),
             latent,
             nope,
         })

@@ -21,7 +21,7 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::gemma4::{PER_LAYER, PerLayer};
+use super::gemma4::{PER_LAYER, PerLayer, attention_cuts};
 use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
@@ -29,6 +29,7 @@ use crate::nn::{
     Embedding, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scores,
     attend_appended, attention, geglu, scaled, softcap,
 };
+use crate::ranks::Ranks;
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Defaults are those of
 /// `transformers`.
@@ -188,7 +189,10 @@ struct Gemma3n {
     altup_unembed_projections: Vec<Linear>,
     layers: Vec<Layer>,
     norm: RmsNorm,
+    /// The embeddings.
+    lm_head: Linear,
     config: Config,
+    ranks: Ranks,
 }
 
 struct Layer {
@@ -225,14 +229,19 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             .map(|i| weights.linear_of(&format!("model.{name}.{}", i - 1), [hidden, hidden]))
             .collect()
     };
+    let altup_projections = projections("altup_projections")?;
+    let altup_unembed_projections = projections("altup_unembed_projections")?;
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma3n {
-        altup_projections: projections("altup_projections")?,
-        altup_unembed_projections: projections("altup_unembed_projections")?,
+        altup_projections,
+        altup_unembed_projections,
         per_layer: config.per_layer(weights)?,
         layers,
         norm: weights.norm("model.norm", eps)?,
-        embed_tokens: weights.embedding("model.embed_tokens")?,
+        lm_head: weights.lm_head(&embed_tokens, true)?,
+        embed_tokens,
         config,
+        ranks: weights.ranks().clone(),
     }))
 }
 
@@ -301,7 +310,8 @@ impl Model for Gemma3n {
             None => layer.mlp.forward(&normed)?,
             Some(cutoff) => {
                 let [gate, up] = layer.mlp.gate_up.forward(&normed)?;
-                layer.mlp.down_proj.forward(&geglu(above(&gate, cutoff)?, up)?)?
+                let kept = above(&gate, cutoff, &self.ranks)?;
+                layer.mlp.down_proj.forward(&geglu(kept, up)?)?
             }
         };
         let y = parts[1].add(layer.post_feedforward_layernorm.forward(&y)?)?;
@@ -335,7 +345,7 @@ impl Model for Gemma3n {
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        let logits = self.embed_tokens.0.forward(hidden)?;
+        let logits = self.lm_head.forward(hidden)?;
         match self.config.final_logit_softcapping {
             Some(cap) => softcap(&logits, cap),
             None => Ok(logits),
@@ -355,10 +365,10 @@ fn with_magnitude_of(other: &Array, x: &Array) -> Result<Array> {
     Ok(x.multiply(mean_square(other)?.sqrt()?.divide(own)?)?)
 }
 
-/// What `x` [1, R, F] has above the mean of its row and `cutoff` standard deviations.
-fn above(x: &Array, cutoff: f32) -> Result<Array> {
-    let mean = x.mean_axis(-1, true)?;
-    let deviation = mean_square(&x.subtract(&mean)?)?.sqrt()?;
+/// What `x` [1, R, F] has above the mean of its row and `cutoff` standard deviations. Each of `ranks` has a part of the row.
+fn above(x: &Array, cutoff: f32, ranks: &Ranks) -> Result<Array> {
+    let mean = ranks.mean(x.mean_axis(-1, true)?)?;
+    let deviation = ranks.mean(mean_square(&x.subtract(&mean)?)?)?.sqrt()?;
     let least = mean.add(scaled(&deviation, cutoff)?)?;
     Ok(maximum(x.subtract(least)?, Array::from_f32(0.0).as_dtype(x.dtype())?)?)
 }
@@ -544,8 +554,9 @@ impl SelfAttn {
             );
             return Err(weights.problem("config.json", problem));
         };
-        let queries = config.num_attention_heads * head_dim;
-        let keys = config.num_key_value_heads * head_dim;
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        weights.cut(&format!("model.layers.{layer}.self_attn"), attention_cuts(heads, kv_heads));
         Ok(Self {
             q_proj: weights.linear_of(&at("q_proj"), [queries, hidden])?,
             q_norm: weights.norm_of(&at("q_norm"), eps, &[head_dim])?,
@@ -562,8 +573,8 @@ impl SelfAttn {
             rope: config.rope(sliding),
             source,
             window: sliding.then_some(config.sliding_window),
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
+            heads: weights.ranks().share(heads),
+            kv_heads: weights.ranks().share_or_one(kv_heads),
             head_dim,
         })
     }

@@ -18,13 +18,14 @@ use mlx_rs::ops::{argpartition_axis, softmax_axis};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Weights, experts};
+use super::{Cut, Model, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, Experts, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling,
     Scores, attend_appended, attention, geglu, scaled, softcap,
 };
+use crate::ranks::Ranks;
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Defaults are those of
 /// mlx-lm.
@@ -330,6 +331,8 @@ struct Moe {
     router: Router,
     experts: Experts,
     post_feedforward_layernorm_2: RmsNorm,
+    /// Those who have parts of the experts.
+    ranks: Ranks,
 }
 
 /// Chooses experts by scores of normed rows. Their shares are the softmax over the chosen ones,
@@ -368,6 +371,7 @@ impl Moe {
             },
             experts: Experts(weights.gated_experts(&stacked, Gate::Gelu, count)?.into()),
             post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
+            ranks: weights.ranks().clone(),
         })
     }
 
@@ -375,7 +379,7 @@ impl Moe {
     fn forward(&self, x: &Array) -> Result<Array> {
         let (chosen, shares) = self.router.forward(x)?;
         let normed = self.pre_feedforward_layernorm_2.forward(x)?;
-        let y = self.experts.sum(&normed, &chosen, &shares)?;
+        let y = self.ranks.sum(self.experts.sum(&normed, &chosen, &shares)?)?;
         self.post_feedforward_layernorm_2.forward(&y)
     }
 }
@@ -476,6 +480,16 @@ struct SelfAttn {
 /// Norms of queries and keys replace the scale.
 const SCORES: Scores = Scores { scale: 1.0, softcap: None, sinks: None };
 
+/// How attention is cut among ranks, by heads: also in Gemma 3n.
+pub(super) fn attention_cuts(heads: i32, kv_heads: i32) -> [(&'static str, Cut); 4] {
+    [
+        ("q_proj", Cut::Outputs(heads)),
+        ("k_proj", Cut::Repeated(kv_heads)),
+        ("v_proj", Cut::Repeated(kv_heads)),
+        ("o_proj", Cut::Inputs(heads)),
+    ]
+}
+
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
         let eps = config.rms_norm_eps;
@@ -489,8 +503,9 @@ impl SelfAttn {
         };
         let k_eq_v = config.attention_k_eq_v && !sliding;
         let [head_dim, kv_heads] = config.sizes(layer);
-        let hidden = config.hidden_size;
-        let (queries, keys) = (config.num_attention_heads * head_dim, kv_heads * head_dim);
+        let (hidden, heads) = (config.hidden_size, config.num_attention_heads);
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        weights.cut(&format!("model.layers.{layer}.self_attn"), attention_cuts(heads, kv_heads));
         Ok(Self {
             q_proj: weights.linear_of(&at("q_proj"), [queries, hidden])?,
             q_norm: weights.norm_of(&at("q_norm"), eps, &[head_dim])?,
@@ -511,8 +526,8 @@ impl SelfAttn {
             rope: config.rope(sliding, head_dim),
             source,
             window: sliding.then_some(config.sliding_window),
-            heads: config.num_attention_heads,
-            kv_heads,
+            heads: weights.ranks().share(heads),
+            kv_heads: weights.ranks().share_or_one(kv_heads),
             head_dim,
         })
     }

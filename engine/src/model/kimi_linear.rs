@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::deepseek_v3::{LatentAttention, LatentConfig};
-use super::{Model, Weights, experts, mixtral};
+use super::{Cut, Model, Weights, experts, mixtral};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{Embedding, Joined, KimiDelta, Linear, Mlp, RmsNorm, sigmoid_gated};
@@ -178,10 +178,23 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
 }
 
 impl DeltaAttention {
+    /// How a layer of so many heads is cut among ranks.
+    fn cuts(heads: i32) -> [(&'static str, Cut); 12] {
+        let outputs = [
+            "q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj", "b_proj", "q_conv1d", "k_conv1d",
+            "v_conv1d", "A_log", "dt_bias", "o_proj",
+        ];
+        outputs.map(|name| match name {
+            "o_proj" => (name, Cut::Inputs(heads)),
+            _ => (name, Cut::Outputs(heads)),
+        })
+    }
+
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+        let [heads, dim] = config.linear().expect("checked by `Config::problem`");
+        weights.cut(at, Self::cuts(heads));
         let at = |name: &str| format!("{at}.{name}");
         let hidden = config.hidden_size;
-        let [heads, dim] = config.linear().expect("checked by `Config::problem`");
         let width = heads * dim;
         let [q, k, v] = ["q_proj", "k_proj", "v_proj"].map(|name| (name, width));
         let mut layers = Vec::with_capacity(6);
@@ -206,7 +219,7 @@ impl DeltaAttention {
                 conv1d: taps.collect::<std::result::Result<_, _>>()?,
                 a_log: weights.flat_f32(&at("A_log"), heads)?,
                 dt_bias: weights.flat_f32(&at("dt_bias"), width)?,
-                heads,
+                heads: weights.ranks().share(heads),
                 head_dim: dim,
             },
             o_norm: weights.norm_of(&at("o_norm"), config.rms_norm_eps, &[dim])?,

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::llama::{self, SelfAttn};
-use super::{Model, Weights, experts};
+use super::{Cut, Model, Weights, experts};
 use crate::cache::{Cache, Element, LayerCache, Recurrent, Span};
 use crate::error::Result;
 use crate::kernels::REWIND;
@@ -163,7 +163,19 @@ impl Model for Lfm2 {
 }
 
 impl ShortConv {
+    /// How a layer is cut among ranks: by channels.
+    fn cuts(channels: i32) -> [(&'static str, Cut); 4] {
+        let third = (channels, Cut::Outputs(channels));
+        [
+            ("in_proj", Cut::Segments(vec![third.clone(), third.clone(), third])),
+            ("conv", Cut::Outputs(channels)),
+            ("conv.bias", Cut::Outputs(channels)),
+            ("out_proj", Cut::Inputs(channels)),
+        ]
+    }
+
     fn load(weights: &mut Weights, at: &str, hidden: i32) -> Result<Self> {
+        weights.cut(at, Self::cuts(hidden));
         let at = |name: &str| format!("{at}.{name}");
         let bias = at("conv.bias");
         Ok(Self {

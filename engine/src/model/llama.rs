@@ -13,13 +13,14 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Weights};
+use super::{Cut, Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, Gate, Heads, Input, Joined, Linear, Mlp, Outputs, RmsNorm, Rope, RopeConfig, Scores,
-    attention, by_span, scaled,
+    attention, by_span, mean_square, scaled,
 };
+use crate::ranks::Ranks;
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
 /// read: the checkpoint shows whether there are biases.
@@ -234,6 +235,30 @@ pub(super) struct AttentionConfig {
     pub window: Option<i32>,
 }
 
+impl AttentionConfig {
+    /// How a layer is cut among ranks: by heads.
+    fn cuts(&self) -> [(&'static str, Cut); 5] {
+        [
+            ("q_proj", Cut::Outputs(self.heads)),
+            ("k_proj", Cut::Repeated(self.kv_heads)),
+            ("v_proj", Cut::Repeated(self.kv_heads)),
+            ("sinks", Cut::Outputs(self.heads)),
+            ("o_proj", Cut::Inputs(self.heads)),
+        ]
+    }
+
+    /// How norms of all heads together are cut.
+    fn norm_cuts(&self) -> [(&'static str, Cut); 2] {
+        [("q_norm", Cut::Outputs(self.heads)), ("k_norm", Cut::Repeated(self.kv_heads))]
+    }
+
+    /// What one of `ranks` has of the heads.
+    fn part(self, ranks: &Ranks) -> Self {
+        let (heads, kv_heads) = (ranks.share(self.heads), ranks.share_or_one(self.kv_heads));
+        Self { heads, kv_heads, ..self }
+    }
+}
+
 /// Grouped-query attention (arXiv:2305.13245).
 pub(super) struct SelfAttn {
     /// `q_proj`, `k_proj` and `v_proj`.
@@ -243,7 +268,11 @@ pub(super) struct SelfAttn {
     /// [H D], of all heads together (OLMo 2).
     q_norm: Option<RmsNorm>,
     k_norm: Option<RmsNorm>,
+    /// Whether they are of all heads together.
+    norms_are_whole: bool,
+    /// Of the heads that this rank has.
     config: AttentionConfig,
+    ranks: Ranks,
 }
 
 /// Queries grow with the logarithm of their position, so that scores stay sharp in long contexts:
@@ -262,15 +291,21 @@ impl SelfAttn {
     /// Takes the layer at `at`, with norms, biases and sinks if the checkpoint has them.
     pub fn load(weights: &mut Weights, at: &str, mut config: AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden, heads, kv_heads, head_dim, eps, .. } = config;
+        weights.cut(at, config.cuts());
+        // Both norms are of each head, or of all heads together.
+        let q_norm = weights.get(&format!("{at}.q_norm.weight"));
+        let norms_are_whole = q_norm.is_some_and(|norm| norm.shape() != [head_dim]);
+        if norms_are_whole {
+            weights.cut(at, config.norm_cuts());
+        }
         let mut norm = |name: &str, sizes: &[i32]| {
             let name = format!("{at}.{name}");
             let present = weights.has(&format!("{name}.weight"));
             present.then(|| weights.norm_of(&name, eps, sizes)).transpose()
         };
         let q_norm = norm("q_norm", &[head_dim, heads * head_dim])?;
-        // Both norms are of each head, or of all heads together.
-        let is_whole = q_norm.as_ref().is_some_and(|norm| norm.weight.dim(0) != head_dim);
-        let k_norm = norm("k_norm", &[if is_whole { kv_heads * head_dim } else { head_dim }])?;
+        let size = if norms_are_whole { kv_heads * head_dim } else { head_dim };
+        let k_norm = norm("k_norm", &[size])?;
         let sinks = format!("{at}.sinks");
         if weights.has(&sinks) {
             config.scores.sinks = Some(weights.vector(&sinks, heads)?);
@@ -285,7 +320,9 @@ impl SelfAttn {
             o_proj: weights.linear_of(&format!("{at}.o_proj"), [hidden, queries])?,
             q_norm,
             k_norm,
-            config,
+            norms_are_whole,
+            config: config.part(weights.ranks()),
+            ranks: weights.ranks().clone(),
         })
     }
 
@@ -312,15 +349,9 @@ impl SelfAttn {
 
     /// Attention of projected rows, [1, R, H_q D].
     fn mix(&self, projected: Outputs<3>, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let per_head = |norm: &Option<RmsNorm>| {
-            norm.as_ref().is_none_or(|norm| norm.weight.dim(0) == self.config.head_dim)
-        };
-        let norms_are_usual = !self.config.norm_after_rope || self.q_norm.is_none();
-        if norms_are_usual
-            && self.config.growth.is_none()
-            && per_head(&self.q_norm)
-            && per_head(&self.k_norm)
-        {
+        let norms_are_usual =
+            !self.norms_are_whole && (!self.config.norm_after_rope || self.q_norm.is_none());
+        if norms_are_usual && self.config.growth.is_none() {
             let AttentionConfig { heads, kv_heads, head_dim, rope, scores, .. } = &self.config;
             let heads = Heads {
                 heads: *heads,
@@ -339,7 +370,9 @@ impl SelfAttn {
         let heads = |x: &Array, norm: &Option<RmsNorm>, heads: i32| -> Result<Array> {
             let shape = [1, rows, heads, d];
             match norm {
-                Some(norm) if norm.weight.dim(0) != d => Ok(norm.forward(x)?.reshape(&shape)?),
+                Some(norm) if self.norms_are_whole => {
+                    Ok(self.norm_whole(norm, x)?.reshape(&shape)?)
+                }
                 Some(norm) if !self.config.norm_after_rope => norm.forward(&x.reshape(&shape)?),
                 _ => Ok(x.reshape(&shape)?),
             }
@@ -358,6 +391,15 @@ impl SelfAttn {
             })?;
         }
         attention([&q, &k, &v], &self.config.scores, spans, layer)
+    }
+
+    /// The norm of all heads together, of which `x` [1, R, H D] has those of this rank.
+    fn norm_whole(&self, norm: &RmsNorm, x: &Array) -> Result<Array> {
+        if !self.ranks.are_several() {
+            return norm.forward(x);
+        }
+        // Heads of keys that ranks share are in it as often as one another.
+        norm.forward_by(x, &self.ranks.mean(mean_square(x)?)?)
     }
 }
 

@@ -11,10 +11,10 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Weights};
+use super::{Cut, Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, GatedNorm, Linear, Mamba2, RmsNorm, silu};
+use crate::nn::{Embedding, GatedNorm, GroupPart, Linear, Mamba2, RmsNorm, silu};
 
 /// Least and largest step; `null` is infinity.
 pub(super) type TimeStepLimit = (Option<f32>, Option<f32>);
@@ -30,6 +30,28 @@ pub(super) struct MixerConfig {
     pub state: i32,
     pub eps: f32,
     pub time_step_limit: Option<TimeStepLimit>,
+}
+
+impl MixerConfig {
+    /// How a layer is cut among ranks: by heads, and the groups that they belong to.
+    fn cuts(&self) -> [(&'static str, Cut); 8] {
+        let heads = Cut::Outputs(self.heads);
+        let inner = (self.heads * self.head_dim, heads.clone());
+        let group = (self.groups * self.state, Cut::Repeated(self.groups));
+        let mixed = [inner.clone(), group.clone(), group];
+        let convolved = Cut::Segments(mixed.to_vec());
+        let all = [inner].into_iter().chain(mixed).chain([(self.heads, heads.clone())]);
+        [
+            ("in_proj", Cut::Segments(all.collect())),
+            ("conv1d", convolved.clone()),
+            ("conv1d.bias", convolved),
+            ("A_log", heads.clone()),
+            ("dt_bias", heads.clone()),
+            ("D", heads.clone()),
+            ("norm", heads),
+            ("out_proj", Cut::Inputs(self.heads)),
+        ]
+    }
 }
 
 /// A Mamba-2 layer from projection to projection.
@@ -49,13 +71,20 @@ impl Mixer {
     /// [`crate::Error::Config`] with both shapes if a tensor has another one than `config` makes.
     pub fn load(weights: &mut Weights, at: &str, config: MixerConfig) -> Result<Self> {
         let MixerConfig { hidden, heads, head_dim, groups, state, eps, .. } = config;
+        weights.cut(at, config.cuts());
+        let ranks = weights.ranks().clone();
         let at = |name: &str| format!("{at}.{name}");
         let inner = heads * head_dim;
         let channels = inner + 2 * groups * state;
         let conv_bias = at("conv1d.bias");
         let norm = at("norm");
         let norm = if weights.has(&format!("{norm}.weight")) {
-            Some(GatedNorm { norm: weights.norm_of(&norm, eps, &[inner])?, groups })
+            let part = (groups < ranks.count()).then(|| GroupPart { ranks: ranks.clone(), groups });
+            Some(GatedNorm {
+                norm: weights.norm_of(&norm, eps, &[inner])?,
+                groups: ranks.share_or_one(groups),
+                part,
+            })
         } else {
             None
         };
@@ -72,8 +101,8 @@ impl Mixer {
                 a_log: weights.vector_f32(&at("A_log"), heads)?,
                 dt_bias: weights.vector_f32(&at("dt_bias"), heads)?,
                 d: weights.vector_f32(&at("D"), heads)?,
-                heads,
-                groups,
+                heads: ranks.share(heads),
+                groups: ranks.share_or_one(groups),
                 head_dim,
                 state,
                 dt_limit: [least.unwrap_or(0.0), most.unwrap_or(f32::INFINITY)],

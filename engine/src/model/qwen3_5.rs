@@ -12,7 +12,7 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Mtp, Weights, experts};
+use super::{Cut, Model, Mtp, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::kernels::cpu;
@@ -231,8 +231,17 @@ struct SelfAttn {
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
         let &Config { hidden_size: hidden, head_dim, .. } = config;
-        let queries = config.num_attention_heads * head_dim;
-        let keys = config.num_key_value_heads * head_dim;
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        weights.cut(
+            at,
+            [
+                ("q_proj", Cut::Outputs(heads)),
+                ("k_proj", Cut::Repeated(kv_heads)),
+                ("v_proj", Cut::Repeated(kv_heads)),
+                ("o_proj", Cut::Inputs(heads)),
+            ],
+        );
         Ok(Self {
             qkv: Joined::new([
                 weights.linear_of(&format!("{at}.q_proj"), [2 * queries, hidden])?,
@@ -243,8 +252,8 @@ impl SelfAttn {
             q_norm: weights.norm_of(&format!("{at}.q_norm"), config.rms_norm_eps, &[head_dim])?,
             k_norm: weights.norm_of(&format!("{at}.k_norm"), config.rms_norm_eps, &[head_dim])?,
             rope: config.rope.rope(config.head_dim, ROPE_THETA),
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
+            heads: weights.ranks().share(heads),
+            kv_heads: weights.ranks().share_or_one(kv_heads),
             head_dim: config.head_dim,
         })
     }
@@ -284,10 +293,29 @@ struct LinearAttn {
 }
 
 impl LinearAttn {
+    /// How the layer is cut among ranks: by heads of values, and those of keys that they belong to.
+    fn cuts(config: &Config) -> [(&'static str, Cut); 8] {
+        let (key_heads, heads) = (config.linear_num_key_heads, config.linear_num_value_heads);
+        let keys = (key_heads * config.linear_key_head_dim, Cut::Repeated(key_heads));
+        let values = (heads * config.linear_value_head_dim, Cut::Outputs(heads));
+        let qkv = Cut::Segments(vec![keys.clone(), keys, values]);
+        [
+            ("in_proj_qkv", qkv.clone()),
+            ("conv1d", qkv),
+            ("in_proj_z", Cut::Outputs(heads)),
+            ("in_proj_b", Cut::Outputs(heads)),
+            ("in_proj_a", Cut::Outputs(heads)),
+            ("A_log", Cut::Outputs(heads)),
+            ("dt_bias", Cut::Outputs(heads)),
+            ("out_proj", Cut::Inputs(heads)),
+        ]
+    }
+
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
         let &Config { hidden_size: hidden, linear_num_value_heads: heads, .. } = config;
         let keys = config.linear_num_key_heads * config.linear_key_head_dim;
         let values = heads * config.linear_value_head_dim;
+        weights.cut(at, Self::cuts(config));
         Ok(Self {
             delta: GatedDelta {
                 conv1d: weights.taps(&format!("{at}.conv1d"), 2 * keys + values)?,
@@ -298,8 +326,8 @@ impl LinearAttn {
                     config.rms_norm_eps,
                     &[config.linear_value_head_dim],
                 )?,
-                key_heads: config.linear_num_key_heads,
-                value_heads: config.linear_num_value_heads,
+                key_heads: weights.ranks().share_or_one(config.linear_num_key_heads),
+                value_heads: weights.ranks().share(heads),
                 key_dim: config.linear_key_head_dim,
                 value_dim: config.linear_value_head_dim,
             },
@@ -362,7 +390,7 @@ impl MtpLayers {
             fc: weights.linear_of("mtp.fc", [config.hidden_size, 2 * config.hidden_size])?,
             layers,
             norm: weights.norm("mtp.norm", eps)?,
-            kv_heads: config.num_key_value_heads,
+            kv_heads: weights.ranks().share_or_one(config.num_key_value_heads),
             head_dim: config.head_dim,
         }))
     }
