@@ -36,6 +36,8 @@ mod mistral;
 mod mixtral;
 mod nemotron_h;
 mod olmo;
+#[cfg(test)]
+mod parts;
 mod pass;
 mod phi3;
 mod qwen2;
