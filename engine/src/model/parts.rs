@@ -1,9 +1,12 @@
 //! The law of parts: a model whose layers are cut among ranks computes what one process computes.
 //!
-//! Ranks are threads. The fixtures are cut as they are, and once more with many times their heads and other units, so that 3
+//! Ranks are threads, and processes that MLX's ring connects. The fixtures are cut as they are, and once more with many times their heads and other units, so that 3
 //! and 8 ranks can divide them as well.
 
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
@@ -15,7 +18,7 @@ use super::{Cut, FAMILIES, Loaded, Model, Pass, Weights, load_part};
 use crate::cache::{Cache, Span};
 use crate::config::{self, ModelConfig};
 use crate::error::Result;
-use crate::ranks::{Ranks, in_threads};
+use crate::ranks::{Backend, Ranks, in_threads, join};
 
 /// Bound of the difference of two logits, over the largest of them or 1.
 const BOUND: f32 = 1e-4;
@@ -232,6 +235,80 @@ fn what_ranks_cannot_divide_is_refused_by_name() {
         2,
         &["linear_attn.out_proj` cannot be cut", "groups of 32 inputs, which share a scale"],
     );
+}
+
+/// Variables of a process that [`processes_compute_over_a_ring`] starts, and those that MLX's ring reads.
+const FIXTURES: &str = "STEERSMAN_RING_FIXTURES";
+const RANK: &str = "MLX_RANK";
+const HOSTS: &str = "MLX_HOSTFILE";
+
+/// A rank of [`processes_compute_over_a_ring`].
+#[test]
+#[ignore = "is started by another test"]
+fn one_of_several_processes() {
+    let Ok(names) = std::env::var(FIXTURES) else { return };
+    Device::set_default(&Device::cpu());
+    let ranks = join(Backend::Ring).unwrap();
+    assert_eq!(std::env::var(RANK).unwrap(), ranks.index().to_string());
+    for folder in families().iter().filter(|folder| names.split(' ').any(|n| n == name_of(folder)))
+    {
+        let loaded = load(folder, &ranks).unwrap();
+        let what = format!("{} on rank {}", name_of(folder), ranks.index());
+        Computed::of(&*loaded.model).unwrap().assert_close(&alone(folder), &what);
+    }
+}
+
+/// Layers one after the other and side by side, norms over ranks, and a head with and without rows of its own.
+#[test]
+fn processes_compute_over_a_ring() {
+    let names = "falcon_h1 granitemoehybrid llama olmo2 qwen3_5";
+    for count in [2, 4] {
+        let names = if count == 2 { names } else { "falcon_h1 llama" };
+        // In one of many starts, a process waits for ever for the next one to connect; no deadline of MLX ends that.
+        let ended = (0..3).find_map(|_| run_processes(count, names));
+        for (rank, output) in ended.expect("the processes connect").into_iter().enumerate() {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let errors = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "rank {rank} of {count}:\n{text}\n{errors}");
+            assert!(text.contains("1 passed"), "{text}");
+        }
+    }
+}
+
+/// What `count` processes wrote; `None` if they did not end.
+fn run_processes(count: usize, names: &str) -> Option<Vec<Output>> {
+    let folder = tempfile::tempdir().unwrap();
+    let sockets: Vec<TcpListener> =
+        (0..count).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let address = |socket: &TcpListener| [socket.local_addr().unwrap().to_string()];
+    let addresses: Vec<_> = sockets.iter().map(address).collect();
+    drop(sockets);
+    let hosts = folder.path().join("hosts.json");
+    std::fs::write(&hosts, serde_json::to_string(&addresses).unwrap()).unwrap();
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["model::parts::one_of_several_processes", "--exact", "--ignored"])
+            .env(FIXTURES, names)
+            .env(RANK, rank.to_string())
+            .env(HOSTS, &hosts)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let mut children: Vec<Child> = (0..count).map(start).collect();
+    let end = Instant::now() + Duration::from_secs(120);
+    while children.iter_mut().any(|child| child.try_wait().unwrap().is_none()) {
+        if Instant::now() > end {
+            for mut child in children {
+                child.kill().unwrap();
+                child.wait().unwrap();
+            }
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Some(children.into_iter().map(|child| child.wait_with_output().unwrap()).collect())
 }
 
 /// State of one part is no state of another.

@@ -6,6 +6,7 @@
 //!
 //! Never decides what is cut, which the families do, and knows no model, cache or request.
 
+mod group;
 mod meeting;
 
 use std::fmt::Debug;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 
 use mlx_rs::Array;
 
+pub use self::group::{Backend, join};
 pub use self::meeting::in_threads;
 use crate::error::Result;
 

@@ -47,7 +47,7 @@ const HOUSES: [House; 6] = [
             ("nn", "cache kernels lazy ranks"),
             ("prefix", "cache lazy store"),
             ("processor", ""),
-            ("ranks", ""),
+            ("ranks", "lazy"),
             ("sample", "kernels lazy nn"),
             ("schedule", "cache config device job model prefix sequence"),
             ("sequence", "cache config draft job lazy prefix sample"),
