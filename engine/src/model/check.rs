@@ -116,9 +116,12 @@ fn counts(config: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that the tensors of the safetensors file at `path` have the sizes of their shapes, lie
+/// A tensor of a safetensors file: its name, its type there, and its first byte.
+pub(super) type Stored = (String, String, u64);
+
+/// The tensors of the safetensors file at `path`, after a check that they have the sizes of their shapes, lie
 /// within the file and do not overlap: MLX reads what the header says.
-pub(super) fn layout(path: &Path) -> Result<(), String> {
+pub(super) fn layout(path: &Path) -> Result<Vec<Stored>, String> {
     #[derive(Deserialize)]
     struct Tensor {
         dtype: String,
@@ -140,6 +143,7 @@ pub(super) fn layout(path: &Path) -> Result<(), String> {
         serde_json::from_slice(&header).map_err(|e| format!("is damaged: its header: {e}"))?;
     entries.remove("__metadata__");
     let mut spans = Vec::with_capacity(entries.len());
+    let mut all = Vec::with_capacity(entries.len());
     for (name, entry) in entries {
         let tensor = Tensor::deserialize(entry)
             .map_err(|e| format!("is damaged: the header of `{name}`: {e}"))?;
@@ -157,6 +161,7 @@ pub(super) fn layout(path: &Path) -> Result<(), String> {
                 tensor.dtype, tensor.shape
             ));
         }
+        all.push((name.clone(), tensor.dtype, 8 + length + start));
         spans.push((start, end, name));
     }
     spans.sort_unstable();
@@ -164,7 +169,7 @@ pub(super) fn layout(path: &Path) -> Result<(), String> {
         Some([(.., one), (.., other)]) => {
             Err(format!("is damaged: `{one}` and `{other}` overlap; download the model again"))
         }
-        _ => Ok(()),
+        _ => Ok(all),
     }
 }
 

@@ -111,9 +111,10 @@ pub(super) fn plain_norms(weights: &mut Weights) -> Result<()> {
     weights.map(|name, array| {
         if name.ends_with("norm.weight") {
             // After the cast: the reference adds 1 at run time, in the type it computes with.
-            return Ok(array.as_dtype(dtype)?.add(Array::from_f32(1.0).as_dtype(dtype)?)?);
+            let one = Array::from_f32(1.0).as_dtype(dtype)?;
+            return Ok(Some(array.as_dtype(dtype)?.add(one)?));
         }
-        Ok(array)
+        Ok(None)
     })
 }
 

@@ -42,9 +42,9 @@ pub(super) fn load_vl_moe(config: &Value, weights: &mut Weights) -> Result<Box<d
     weights.map(|name, array| {
         let fused = [".experts.gate_up_proj", ".experts.down_proj"];
         if fused.iter().any(|part| name.ends_with(part)) {
-            return Ok(array.swap_axes(-1, -2)?.contiguous()?);
+            return Ok(Some(array.swap_axes(-1, -2)?.contiguous()?));
         }
-        Ok(array)
+        Ok(None)
     })?;
     load(config, weights)
 }

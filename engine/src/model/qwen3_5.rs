@@ -116,7 +116,7 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
     weights.map(|name, array| {
         if name.ends_with("conv1d.weight") && array.ndim() == 3 {
             let [channels, taps] = [array.dim(0), array.dim(1).max(array.dim(2))];
-            return Ok(array.reshape(&[channels, taps])?);
+            return Ok(Some(array.reshape(&[channels, taps])?));
         }
         let plus_one = [
             "layernorm.weight",
@@ -129,9 +129,9 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
         ];
         if published && plus_one.iter().any(|n| name.ends_with(n)) {
             // In the stored dtype, as the reference rounds it.
-            return Ok(array.add(Array::from_f32(1.0).as_dtype(array.dtype())?)?);
+            return Ok(Some(array.add(Array::from_f32(1.0).as_dtype(array.dtype())?)?));
         }
-        Ok(array)
+        Ok(None)
     })
 }
 

@@ -6,6 +6,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use mlx_rs::error::IoError;
 use mlx_rs::ops::stack;
@@ -17,6 +18,7 @@ use serde_json::{Map, Value, json};
 use steersman_files::{FilePath, NameError};
 use steersman_gguf::files;
 
+use self::read::Place;
 use super::storage::Storage;
 use super::{check, fp8, gguf};
 use crate::error::{ConfigError, Error, Result};
@@ -29,6 +31,7 @@ use crate::request::mlx;
 mod cut;
 mod layers;
 mod linear;
+mod read;
 
 pub use cut::Cut;
 
@@ -36,6 +39,8 @@ pub use cut::Cut;
 pub struct Weights {
     folder: PathBuf,
     arrays: HashMap<String, Array>,
+    /// Where the elements of those are that nothing has changed.
+    places: HashMap<String, Place>,
     /// Number of tensors in the files.
     tensors: usize,
     dtype: Dtype,
@@ -111,7 +116,7 @@ impl Weights {
     /// [`Error::Model`] names the file that is missing or unreadable, or the wrong key of
     /// `config.json`.
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, storage: Storage) -> Result<Self> {
-        let (mut arrays, mut mixed) = (HashMap::new(), HashMap::new());
+        let (mut arrays, mut places, mut mixed) = (HashMap::new(), HashMap::new(), HashMap::new());
         let paths = match files::is_gguf(folder) {
             true => {
                 (arrays, mixed) = gguf::arrays(folder, storage)?;
@@ -122,7 +127,10 @@ impl Weights {
         for path in paths {
             let problem =
                 |problem| Error::Config(ConfigError::Model { path: path.clone(), problem });
-            check::layout(&path).map_err(problem)?;
+            let file = Rc::new(path.clone());
+            for (name, dtype, start) in check::layout(&path).map_err(problem)? {
+                places.extend(Place::new(file.clone(), start, &dtype).map(|place| (name, place)));
+            }
             let shard = Array::load_safetensors(&path).map_err(|error| match error {
                 IoError::Exception(exception) => problem(mlx::message(&exception)),
                 other => problem(other.to_string()),
@@ -138,6 +146,7 @@ impl Weights {
         let mut weights = Self {
             folder: folder.to_path_buf(),
             arrays,
+            places,
             dtype,
             storage,
             own_kernels: 0,
@@ -193,6 +202,7 @@ impl Weights {
             Some("fp8") => {
                 let block: Option<[i32; 2]> =
                     keys.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
+                self.places.clear();
                 return fp8::unpack(&mut self.arrays, block.unwrap_or(FP8_BLOCK));
             }
             // Written by MLX's converter.
@@ -284,6 +294,10 @@ impl Weights {
             .into_iter()
             .filter_map(|(name, array)| Some((new(&name)?, array)))
             .collect();
+        self.places = std::mem::take(&mut self.places)
+            .into_iter()
+            .filter_map(|(name, place)| Some((new(&name)?, place)))
+            .collect();
         self.mixed = std::mem::take(&mut self.mixed)
             .into_iter()
             .filter_map(|(layer, quantization)| {
@@ -293,10 +307,13 @@ impl Weights {
             .collect();
     }
 
-    /// Changes every tensor.
-    pub fn map(&mut self, change: impl Fn(&str, Array) -> Result<Array>) -> Result<()> {
+    /// Replaces the tensors for which `change` returns others.
+    pub fn map(&mut self, change: impl Fn(&str, &Array) -> Result<Option<Array>>) -> Result<()> {
         for (name, array) in &mut self.arrays {
-            *array = change(name, array.clone())?;
+            if let Some(changed) = change(name, array)? {
+                *array = changed;
+                self.places.remove(name);
+            }
         }
         Ok(())
     }
@@ -347,6 +364,7 @@ impl Weights {
                 return Err(self.problem("", problem));
             }
             *array = scaled(array, factor)?;
+            self.places.remove(&name);
         }
         Ok(())
     }
@@ -409,6 +427,7 @@ impl Weights {
 
     /// Adds a tensor.
     pub fn insert(&mut self, name: String, array: Array) {
+        self.places.remove(&name);
         self.arrays.insert(name, array);
     }
 

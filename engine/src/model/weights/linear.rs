@@ -220,9 +220,11 @@ impl Weights {
         let array = self.remove(name)?;
         #[cfg(test)]
         self.taken.insert(name.into(), array.clone());
-        match slice {
-            Some(slice) => slice.of(&array),
-            None => Ok(array),
+        let place = self.places.remove(name);
+        let Some(slice) = slice else { return Ok(array) };
+        match place.and_then(|place| place.read(array.shape(), slice)) {
+            Some(read) => read.map_err(|e| self.problem("", format!("`{name}`: {e}")))?,
+            None => slice.of(&array),
         }
     }
 
