@@ -79,7 +79,8 @@ impl Mixer {
         let conv_bias = at("conv1d.bias");
         let norm = at("norm");
         let norm = if weights.has(&format!("{norm}.weight")) {
-            let part = (groups < ranks.count()).then(|| GroupPart { ranks: ranks.clone(), groups });
+            let is_spread = (1..ranks.count()).contains(&groups);
+            let part = is_spread.then(|| GroupPart { ranks: ranks.clone(), groups });
             Some(GatedNorm {
                 norm: weights.norm_of(&norm, eps, &[inner])?,
                 groups: ranks.share_or_one(groups),

@@ -26,7 +26,7 @@ impl Weights {
     /// `.bias` if there is one.
     ///
     /// # Errors
-    /// [`Error::Model`](crate::Error::Config) with both shapes if it has another one than `form`, or with the reason why it
+    /// [`crate::Error::Config`] with both shapes if it has another one than `form`, or with the reason why it
     /// cannot be cut.
     pub(super) fn linear_with(&mut self, name: &str, form: Form) -> Result<Linear> {
         let is_packed = self.has(&format!("{name}.scales"));
