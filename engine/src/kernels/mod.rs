@@ -103,7 +103,7 @@ fn replay(state: &Element, writes: &WritesOf, rows: i32) -> Option<Result<Array>
 /// A product of rows: the scores of a router, or the outputs of a shared expert.
 pub type Rows<'a> = &'a dyn Fn(Input<'_>) -> Result<Array>;
 
-/// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
+/// Returns `x + moe(norm x)` for `x` [1, R, D], without `x` if the view says so, or `None` if no kernel supports these experts or this number of rows.
 /// `router` computes the scores of all experts [1, R, E], `shared` the shared expert without its gate, if there is one.
 pub fn experts(
     moe: &ExpertsView<'_>,

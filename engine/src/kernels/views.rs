@@ -5,7 +5,7 @@
 use std::cell::OnceCell;
 use std::ffi::CStr;
 
-use mlx_rs::ops::{arange, exp};
+use mlx_rs::ops::{arange, exp, zeros_dtype};
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 
@@ -218,6 +218,15 @@ pub struct ExpertsView<'a> {
     pub norm_topk_prob: bool,
     /// Factor of the chosen probabilities.
     pub scale: f32,
+    /// Whether the rows that go in are added to those that come out. Where ranks have parts of the experts, one rank does.
+    pub adds_rows: bool,
+}
+
+impl ExpertsView<'_> {
+    /// What is added to the outputs for the rows `x`.
+    pub fn residual(&self, x: &Array) -> Result<Array> {
+        if self.adds_rows { Ok(x.clone()) } else { Ok(zeros_dtype(x.shape(), x.dtype())?) }
+    }
 }
 
 /// The matrix [1, D] of the gate of a shared expert.

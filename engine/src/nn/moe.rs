@@ -109,20 +109,17 @@ impl Moe {
 
     /// `x + moe(norm x)`; `None` if there is no kernel.
     fn residual_by_kernel(&self, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
-        // The kernels add `x` themselves, which one rank alone may do.
-        if self.ranks.are_several() {
-            return Ok(None);
-        }
         let Some(view) = self.view() else { return Ok(None) };
         let router = |x: Input<'_>| self.gate.apply(x, None);
         let expert = self.shared.as_ref().map(|shared| &shared.expert);
-        match expert {
+        let y = match expert {
             Some(expert) => {
                 let shared = |x: Input<'_>| expert.forward_of(x);
                 kernels::experts(&view, x, norm.view(), &router, Some(&shared))
             }
             None => kernels::experts(&view, x, norm.view(), &router, None),
-        }
+        };
+        y?.map(|y| self.ranks.sum(y)).transpose()
     }
 
     /// The block as kernels read it. `None` if they have another form.
@@ -154,6 +151,7 @@ impl Moe {
             top_k: self.top_k,
             norm_topk_prob: self.norm_topk_prob,
             scale: self.scale,
+            adds_rows: self.ranks.is_first(),
         })
     }
 

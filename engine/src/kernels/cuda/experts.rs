@@ -182,6 +182,7 @@ pub fn experts(
         (Some(_), 0) => 1,
         (Some(_), _) => 2,
     };
+    let residual = moe.residual(x)?;
     let y = DOWN.run(&launch(
         &[
             &mid[0],
@@ -192,7 +193,7 @@ pub fn experts(
             down[2],
             shared.as_ref().unwrap_or(x),
             shared_gate,
-            x,
+            &residual,
         ],
         &[(x.shape(), Dtype::Bfloat16)],
         &[("D", d), ("F", f), ("TOP_K", k), ("SHARED", kind), ("WARPS", WARPS)],

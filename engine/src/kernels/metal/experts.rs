@@ -80,7 +80,8 @@ pub fn experts(
     let choice = experts.choose(&KERNELS.choose, &router(Input::Rows(&normed))?, &normed)?;
     let mid = experts.gate_up(&KERNELS.gate_up, &normed, &choice.chosen)?;
     let shared = shared.map(|shared| shared(Input::Rows(&normed))).transpose()?;
-    experts.down(&KERNELS.down, &mid, &choice, shared.as_ref(), x).map(Some)
+    let residual = moe.residual(x)?;
+    experts.down(&KERNELS.down, &mid, &choice, shared.as_ref(), &residual).map(Some)
 }
 
 impl<'a> Experts<'a> {

@@ -144,7 +144,7 @@ mod tests {
             let size: i32 = shape.iter().product();
             let numbers: Vec<u32> = (0..size as u32).collect();
             let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-            std::fs::write(&*path, [&[7; 9][..], &bytes].concat()).unwrap();
+            std::fs::write(&*path, [&[7u8; 9][..], &bytes[..]].concat()).unwrap();
             let whole = Array::from_slice(&numbers, shape);
             let slice = Slice { axis, ranges: ranges.to_vec() };
             let place = Place::new(path.clone(), 9, "U32").unwrap();

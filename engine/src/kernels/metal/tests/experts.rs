@@ -10,7 +10,7 @@ use super::super::kernel::Kernel;
 use super::super::{launches, take_fault};
 use super::{enable, expect_fault, with_fault};
 use crate::kernels::tests::{error, normal};
-use crate::kernels::{self, Input, Rows};
+use crate::kernels::{self, ExpertsView, Input, Rows};
 use crate::nn::{
     Block, Experts as ExpertsOf, Gate, GatedMlp, Joined, Linear, Mlp, Mode, Moe, Packed,
     Quantization, RmsNorm, Shared,
@@ -181,6 +181,23 @@ fn the_bits_of_a_row_are_those_of_the_row_alone() {
             }
         }
     }
+}
+
+/// Of the ranks that have parts of the experts, one adds the rows.
+#[test]
+fn rows_are_added_only_if_the_view_says_so() {
+    enable(true);
+    let form = &FORMS[0];
+    let [count, d, _] = form.sizes;
+    let (norm, x) = norm_and_rows(d, Dtype::Float32);
+    let (moe, scores) = (moe(form, Dtype::Float32), normal(5, &[1, 8, count], Dtype::Float32));
+    let run = |adds_rows: bool| {
+        let view = ExpertsView { adds_rows, ..moe.view().unwrap() };
+        let router = |_: Input<'_>| Ok(scores.clone());
+        kernels::experts(&view, &x, norm.view(), &router, None).unwrap().unwrap()
+    };
+    let difference = error(&run(false).add(&x).unwrap(), &run(true));
+    assert!(difference < 1e-6, "{difference:e}");
 }
 
 #[test]
