@@ -244,7 +244,7 @@ const HOSTS: &str = "MLX_HOSTFILE";
 
 /// A rank of [`processes_compute_over_a_ring`].
 #[test]
-#[ignore = "is started by another test"]
+#[ignore = "a child process of the next test"]
 fn one_of_several_processes() {
     let Ok(names) = std::env::var(FIXTURES) else { return };
     Device::set_default(&Device::cpu());
