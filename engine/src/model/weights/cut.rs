@@ -27,6 +27,11 @@ pub enum Cut {
 }
 
 impl Cut {
+    /// Returns true if the outputs of all ranks are summed.
+    pub fn is_summed(&self) -> bool {
+        matches!(self, Self::Inputs(_))
+    }
+
     /// What this rank has of `size` outputs, inputs or layers, ascending.
     ///
     /// # Errors

@@ -170,7 +170,7 @@ impl Weights {
 
     /// The rank's part of a layer of the shape `dims`.
     fn slice(&self, name: &str, cut: &Cut, dims: &[i32]) -> Result<Slice> {
-        let axis = match cut {
+        let axis: i32 = match cut {
             Cut::Outputs(_) | Cut::Repeated(_) | Cut::Segments(_) => -2,
             Cut::Inputs(_) => -1,
             Cut::Stack(_) => -3,
