@@ -6,21 +6,66 @@
 //! buffer, because MLX writes in place only if nothing else holds it; a view of a convolution's tail
 //! would hold the inputs of a whole chunk.
 
+use std::ops::Deref;
+
 use mlx_rs::Array;
 
-use super::{Cache, LayerCache, row};
+use super::{Cache, LayerCache, owned, row};
 use crate::error::Result;
+use crate::ranks::{Id, Mirror, Operation};
 
 /// The recurrent state of a cache at one position.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     position: usize,
     recurrent: RecurrentState,
+    /// Its number on other ranks.
+    mirror: Mirror,
+}
+
+/// The recurrent state of a cache at one position, two arrays a layer.
+#[derive(Debug, Clone, Default)]
+pub struct State {
+    arrays: Vec<Array>,
+    /// Its number on other ranks.
+    mirror: Mirror,
+}
+
+impl State {
+    pub(super) fn new(arrays: Vec<Array>, mirror: Mirror) -> Self {
+        Self { arrays, mirror }
+    }
+
+    /// Copies everything to memory of its own.
+    pub fn owned(self) -> Result<Self> {
+        self.mirror.note(|object| Operation::Own { object });
+        Ok(Self { arrays: owned(&self.arrays)?, ..self })
+    }
+
+    /// Its number on other ranks.
+    pub(super) fn id(&self) -> Option<Id> {
+        self.mirror.id()
+    }
+}
+
+impl From<Vec<Array>> for State {
+    /// A state that was read. Other ranks do not have it.
+    fn from(arrays: Vec<Array>) -> Self {
+        Self { arrays, mirror: Mirror::default() }
+    }
+}
+
+impl Deref for State {
+    type Target = [Array];
+
+    fn deref(&self) -> &[Array] {
+        &self.arrays
+    }
 }
 
 #[derive(Debug, Clone)]
 enum RecurrentState {
-    /// Copies of what [`Cache::recurrent_state`] returns.
+    /// Copies of the arrays of [`Cache::recurrent_state`].
     Copied(Vec<Array>),
     /// The layers that cannot be truncated, as they were.
     Shared(Vec<LayerCache>),
@@ -47,9 +92,10 @@ impl Cache {
     pub fn checkpoint(&self) -> Result<Checkpoint> {
         // Shares a buffer that is at most 16 KiB larger than the array.
         let compact = |array: &Array| array.contiguous();
-        let recurrent =
-            self.recurrent_state()?.iter().map(compact).collect::<std::result::Result<_, _>>()?;
-        Ok(Checkpoint { position: self.position, recurrent: RecurrentState::Copied(recurrent) })
+        let arrays = self.recurrent_arrays()?;
+        let recurrent = arrays.iter().map(compact).collect::<std::result::Result<_, _>>()?;
+        let recurrent = RecurrentState::Copied(recurrent);
+        Ok(Checkpoint { position: self.position, recurrent, mirror: self.checkpoint_mirror(true) })
     }
 
     /// A checkpoint of the current position that copies nothing. It holds whole buffers, which the next
@@ -59,7 +105,12 @@ impl Cache {
             matches!(layer, LayerCache::Sliding(_) | LayerCache::Recurrent(_))
         };
         let layers = self.layers.iter().filter(shared).cloned().collect();
-        Checkpoint { position: self.position, recurrent: RecurrentState::Shared(layers) }
+        let recurrent = RecurrentState::Shared(layers);
+        Checkpoint { position: self.position, recurrent, mirror: self.checkpoint_mirror(false) }
+    }
+
+    fn checkpoint_mirror(&self, copied: bool) -> Mirror {
+        self.mirror.make(|cache, new| Operation::Checkpoint { cache, copied, new })
     }
 
     /// Drops all rows after `checkpoint`, which was taken from this cache or from one that has seen
@@ -75,6 +126,9 @@ impl Cache {
             checkpoint.position <= self.position,
             "the checkpoint is after the current position"
         );
+        if let Some(checkpoint) = checkpoint.mirror.id() {
+            self.mirror.note(|cache| Operation::RewindTo { cache, checkpoint });
+        }
         let len = row(checkpoint.position);
         let (mut copied, mut shared) = match &checkpoint.recurrent {
             RecurrentState::Copied(arrays) => (arrays.iter(), [].iter()),
@@ -99,6 +153,7 @@ impl Cache {
     /// # Panics
     /// If the cache is not truncatable: see [`Cache::is_truncatable`].
     pub fn truncate(&mut self, position: usize) {
+        self.mirror.note(|cache| Operation::Truncate { cache, position });
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Full(full) => full.truncate(row(position)),

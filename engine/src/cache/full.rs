@@ -269,7 +269,7 @@ impl Full {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cache::{Cache, LayerCache, SharedRows};
+    use crate::cache::{Cache, LayerCache, SharedRows, State};
     use mlx_rs::random;
 
     /// Keys and values of 200 positions, [1, 2 H_kv, 200, D].
@@ -321,7 +321,7 @@ mod tests {
         let source = cache_of(100);
         let kv = source.key_values(64, 100).unwrap();
         let shared = crate::cache::SharedPart { rows: rows.clone(), count: 64 };
-        second.restore(Some(shared.clone()), &[kv], &[], 100).unwrap();
+        second.restore(Some(shared.clone()), &[kv], &State::default(), 100).unwrap();
         assert!(holds(&second, &part(0, 100)));
         append(&mut first, &part(150, 200));
         append(&mut second, &part(0, 50));
@@ -336,7 +336,7 @@ mod tests {
         assert!(holds(&second, &concatenate(&[whole, part(60, 130)], 2).unwrap()));
         // What is restored must fit.
         let kv = source.key_values(63, 100).unwrap();
-        assert!(second.restore(Some(shared), &[kv], &[], 100).is_err());
+        assert!(second.restore(Some(shared), &[kv], &State::default(), 100).is_err());
         assert_eq!(second.shared_count(), 128);
     }
 

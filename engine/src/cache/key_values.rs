@@ -7,6 +7,7 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 use super::row;
 use crate::error::Result;
 use crate::lazy::submit;
+use crate::ranks::{Id, Mirror, Operation};
 
 /// KV of one layer in one format: keys and values [1, H, T, D], or, if quantized, elements, scales
 /// and biases of keys, then of values.
@@ -18,6 +19,8 @@ pub struct KeyValues {
     pub(super) count: usize,
     /// A layer has two entries if it is dense up to a position and quantized after it.
     pub(super) layers: Vec<Vec<LayerKv>>,
+    /// Their number on other ranks.
+    pub(super) mirror: Mirror,
 }
 
 impl KeyValues {
@@ -43,7 +46,8 @@ impl KeyValues {
             Ok(parts)
         };
         let layers = self.layers.iter().map(layer).collect::<Result<_>>()?;
-        Ok(Self { count: to - from, layers })
+        let mirror = self.mirror.make(|of, new| Operation::Part { of, from, to, new });
+        Ok(Self { count: to - from, layers, mirror })
     }
 
     /// All arrays, layer by layer; [`super::Cache::key_values_from`] reads them back.
@@ -60,11 +64,17 @@ impl KeyValues {
             let formats = kvs.chunk_by(|a, b| a.len() == b.len());
             formats.map(|kvs| (0..kvs[0].len()).map(|n| joined(kvs, n)).collect()).collect()
         };
-        Ok(Self { count, layers: (0..layers).map(layer).collect::<Result<_>>()? })
+        let layers = (0..layers).map(layer).collect::<Result<_>>()?;
+        let ids: Vec<Id> = parts.iter().filter_map(|part| part.mirror.id()).collect();
+        let mirror = parts.first().map_or_else(Mirror::default, |first| {
+            first.mirror.make(|_, new| Operation::Join { parts: ids, new })
+        });
+        Ok(Self { count, layers, mirror })
     }
 
     /// Copies everything to memory of its own.
     pub fn owned(mut self) -> Result<Self> {
+        self.mirror.note(|object| Operation::Own { object });
         let arrays: Vec<Array> = self.arrays().cloned().collect();
         let mut copies = owned(&arrays)?.into_iter();
         for array in self.layers.iter_mut().flatten().flatten() {

@@ -17,7 +17,7 @@ mod recurrent;
 mod shared_rows;
 mod sliding;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, State};
 pub use element::Element;
 pub use full::{Buffers, Full};
 pub use key_values::{KeyValues, owned};
@@ -35,6 +35,7 @@ use self::key_values::LayerKv;
 use self::shared_rows::whole_blocks;
 use crate::error::{Error, Result};
 use crate::lazy::is_available;
+use crate::ranks::{Id, Log, Mirror, Operation};
 
 /// The cache of one layer.
 #[derive(Debug, Clone)]
@@ -85,6 +86,8 @@ pub struct Cache {
     draft_mark: Option<usize>,
     /// The rows that the layers share with other caches; the reference count is the number of these caches.
     shared: Option<Rc<SharedRows>>,
+    /// Its number on other ranks, which have caches of their parts.
+    mirror: Mirror,
 }
 
 /// Neighbouring rows of one sequence in a pass.
@@ -124,7 +127,17 @@ fn row(position: usize) -> i32 {
 impl Cache {
     /// A cache at position 0 of these empty layers.
     pub fn new(layers: Vec<LayerCache>) -> Self {
-        Self { layers, position: 0, draft_mark: None, shared: None }
+        Self { layers, position: 0, draft_mark: None, shared: None, mirror: Mirror::default() }
+    }
+
+    /// This new cache, of which other ranks that read `log` have their parts.
+    pub fn mirrored(self, log: &Rc<Log>, made: impl FnOnce(Id) -> Operation) -> Self {
+        Self { mirror: Mirror::new(log, made), ..self }
+    }
+
+    /// Its number on other ranks.
+    pub fn id(&self) -> Option<Id> {
+        self.mirror.id()
     }
 
     /// Stores KV of full attention in `bits` bits from position `from` on. Lossy.
@@ -132,6 +145,7 @@ impl Cache {
     /// # Errors
     /// [`Error::Config`] if heads of this dimension cannot be quantized.
     pub fn quantize(&mut self, bits: i32, from: i32) -> Result<()> {
+        self.mirror.note(|cache| Operation::Quantize { cache, bits, from });
         for layer in &mut self.layers {
             if let LayerCache::Full(full) = layer {
                 *layer = LayerCache::Quantized(Quantized::new(full, bits, from)?);
@@ -154,6 +168,7 @@ impl Cache {
     /// Recurrent layers record every row until [`Cache::rewind_draft`] clears the mark, so it must
     /// not stay.
     pub fn mark_draft(&mut self) {
+        self.mirror.note(|cache| Operation::MarkDraft { cache });
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Full(_) | LayerCache::Quantized(_) => {}
@@ -177,6 +192,7 @@ impl Cache {
     pub fn rewind_draft(&mut self, position: usize) -> Result<()> {
         let mark = self.draft_mark.take().expect("a draft mark was set");
         assert!((mark..=self.position).contains(&position), "rewind to before the draft mark");
+        self.mirror.note(|cache| Operation::RewindDraft { cache, position });
         let (len, keep) = (row(position), row(position - mark));
         for layer in &mut self.layers {
             match layer {
@@ -297,7 +313,8 @@ impl Cache {
             }
         }
         let rows = whole_blocks(row(self.position));
-        let rows = Rc::new(SharedRows { rows, layers: buffers });
+        let mirror = self.mirror.make(|cache, new| Operation::Share { cache, new });
+        let rows = Rc::new(SharedRows { rows, layers: buffers, mirror });
         (self.layers, self.shared) = (layers, Some(rows.clone()));
         Ok(rows)
     }
@@ -320,7 +337,12 @@ impl Cache {
     }
 
     /// Recurrent states and sliding windows of the present position, two arrays a layer.
-    pub fn recurrent_state(&self) -> Result<Vec<Array>> {
+    pub fn recurrent_state(&self) -> Result<State> {
+        let mirror = self.mirror.make(|cache, new| Operation::State { cache, new });
+        Ok(State::new(self.recurrent_arrays()?, mirror))
+    }
+
+    fn recurrent_arrays(&self) -> Result<Vec<Array>> {
         let mut arrays = Vec::new();
         for layer in &self.layers {
             match layer {
@@ -345,7 +367,8 @@ impl Cache {
             LayerCache::Sliding(_) | LayerCache::Recurrent(_) => None,
         };
         let layers = self.layers.iter().filter_map(layer).collect::<Result<_>>()?;
-        Ok(KeyValues { count: to - from, layers })
+        let mirror = self.mirror.make(|cache, new| Operation::KeyValues { cache, from, to, new });
+        Ok(KeyValues { count: to - from, layers, mirror })
     }
 
     /// KV of positions `from..to` from the arrays that [`KeyValues::arrays`] returned for them.
@@ -377,7 +400,7 @@ impl Cache {
         if arrays.next().is_some() {
             return Err(Error::SavedState("too many KV tensors".into()));
         }
-        Ok(KeyValues { count: to - from, layers })
+        Ok(KeyValues { count: to - from, layers, mirror: Mirror::default() })
     }
 
     /// Replaces the content with that of the first `position` rows: those that are `shared`, `kv` of all after them, in
@@ -390,9 +413,16 @@ impl Cache {
         &mut self,
         shared: Option<SharedPart>,
         kv: &[KeyValues],
-        recurrent: &[Array],
+        recurrent: &State,
         position: usize,
     ) -> Result<()> {
+        self.mirror.note(|cache| Operation::Restore {
+            cache,
+            shared: shared.as_ref().and_then(|part| Some((part.rows.mirror.id()?, part.count))),
+            kv: kv.iter().filter_map(|kv| kv.mirror.id()).collect(),
+            state: recurrent.id(),
+            position,
+        });
         let mut layers = self.layers.clone();
         let mut buffers = shared.iter().flat_map(|shared| {
             let count = row(shared.count);
@@ -420,8 +450,8 @@ impl Cache {
         if recurrent.next().is_some() {
             return Err(Error::SavedState("too many recurrent tensors".into()));
         }
-        let shared = shared.map(|shared| shared.rows);
-        *self = Self { layers, position, draft_mark: None, shared };
+        (self.layers, self.position) = (layers, position);
+        (self.draft_mark, self.shared) = (None, shared.map(|shared| shared.rows));
         Ok(())
     }
 }

@@ -8,6 +8,8 @@ use std::rc::Rc;
 
 use mlx_rs::Array;
 
+use crate::ranks::Mirror;
+
 /// Shared rows come in blocks of this size, so that the keys which a kernel reads at a time lie in one buffer.
 pub const BLOCK: i32 = 64;
 
@@ -18,6 +20,8 @@ pub struct SharedRows {
     pub(super) rows: i32,
     /// For each layer, keys and then values: [1, 2 H_kv, capacity, D].
     pub(super) layers: Vec<Rc<Array>>,
+    /// Their number on other ranks.
+    pub(super) mirror: Mirror,
 }
 
 impl SharedRows {

@@ -13,6 +13,7 @@ mod ernie4_5;
 mod exaone4;
 mod experts;
 mod falcon_h1;
+mod follow;
 mod fp8;
 #[cfg(test)]
 mod fuzz;
@@ -27,6 +28,7 @@ mod gpt_oss;
 mod granitemoehybrid;
 mod hunyuan;
 mod kimi_linear;
+mod lead;
 mod lfm2;
 mod llama;
 mod load;
@@ -53,6 +55,8 @@ mod tests;
 mod weights;
 
 pub use digest::WeightsDigest;
+pub use follow::follow;
+pub use lead::Lead;
 pub use load::{Loaded, choose_device, enable_kernels, load, load_part, on_cpu};
 pub use pass::Pass;
 pub use weights::{Cut, Weights};
@@ -78,6 +82,11 @@ pub trait Model {
 
     /// An empty cache with an entry for each layer that keeps state.
     fn new_cache(&self) -> Result<Cache>;
+
+    /// Tells other ranks of a pass. Returns the tokens as all of them have them; `None` if there are no others.
+    fn tell(&self, _tokens: &Array, _spans: &[Span<'_>], _pass: Pass<'_>) -> Result<Option<Array>> {
+        Ok(None)
+    }
 
     /// Hidden states before the first layer: `tokens` [R] (u32) to [1, R, D].
     fn embed(&self, tokens: &Array) -> Result<Array>;

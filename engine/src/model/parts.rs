@@ -6,6 +6,7 @@
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use mlx_rs::ops::concatenate;
@@ -14,11 +15,11 @@ use mlx_rs::{Array, Device, Dtype};
 use serde_json::{Value, json};
 
 use super::storage::Storage;
-use super::{Cut, FAMILIES, Loaded, Model, Pass, Weights, load_part};
-use crate::cache::{Cache, Span};
+use super::{Cut, FAMILIES, Lead, Loaded, Model, Pass, Weights, follow, load_part};
+use crate::cache::{Cache, KeyValues, Span};
 use crate::config::{self, ModelConfig};
 use crate::error::Result;
-use crate::ranks::{Backend, Ranks, in_threads, join};
+use crate::ranks::{Backend, Entry, Log, Ranks, in_threads, join};
 
 /// Bound of the difference of two logits, over the largest of them or 1.
 const BOUND: f32 = 1e-4;
@@ -105,6 +106,40 @@ impl Computed {
             computed.note(&model.logits(&drafted)?)?;
         }
         Ok(computed)
+    }
+
+    /// Passes over caches that were cloned, rewound and restored, and over a token that is not known yet.
+    fn run_objects(&mut self, model: &dyn Model) -> Result<()> {
+        let prompt: Vec<u32> = (0..17).map(|i| (i * 31 + 3) % 100).collect();
+        let mut cache = model.new_cache()?;
+        self.run(model, &prompt, &mut cache)?;
+        let checkpoint = cache.checkpoint()?;
+        let mut copy = cache.clone();
+        self.run(model, &[1, 2, 3], &mut copy)?;
+        copy.rewind_to(&checkpoint)?;
+        self.run(model, &[4], &mut copy)?;
+        if copy.is_truncatable() {
+            copy.truncate(9);
+            self.run(model, &[5], &mut copy)?;
+        }
+        drop(copy);
+        let kv = cache.key_values(0, 17)?;
+        let kv = KeyValues::join(&[kv.part(0, 8)?, kv.part(8, 17)?])?.owned()?;
+        let state = cache.recurrent_state()?.owned()?;
+        let mut restored = model.new_cache()?;
+        restored.restore(None, &[kv], &state, 17)?;
+        let token = Array::from_slice(&[4u32], &[1]);
+        let spans = &mut [Span { rows: 1, cache: &mut restored }];
+        let hidden = model.forward(&token, spans, Pass::WHOLE)?;
+        let logits = model.logits(&hidden)?;
+        let next = argmax_axis(&logits, -1, None)?.reshape(&[1])?;
+        self.note(&logits)?;
+        let spans =
+            &mut [Span { rows: 1, cache: &mut restored }, Span { rows: 1, cache: &mut cache }];
+        let both = concatenate(&[&next, &token], 0)?;
+        let hidden = model.forward(&both, spans, Pass::WHOLE)?;
+        self.note(&model.logits(&hidden)?)?;
+        Ok(())
     }
 
     fn assert_close(&self, expected: &Self, what: &str) {
@@ -210,6 +245,56 @@ fn every_family_is_divided_by_3_and_8_ranks() {
                 Err(error) => panic!("{name} on {count} ranks: {error}"),
             }
         }
+    }
+}
+
+/// What the first of `count` ranks computes while the others follow it.
+fn led(folder: &Path, count: usize) -> std::result::Result<Computed, String> {
+    std::thread::scope(|scope| {
+        let mut ranks = in_threads(count).into_iter();
+        let first = ranks.next().unwrap();
+        let mut senders = Vec::new();
+        let followers: Vec<_> = ranks
+            .map(|ranks| {
+                let (sender, log) = sync_channel::<Entry>(16);
+                senders.push(sender);
+                scope.spawn(move || -> std::result::Result<(), String> {
+                    let loaded = load(folder, &ranks)?;
+                    let followed = follow(&*loaded.model, &ranks, loaded.dtype, log);
+                    followed.map_err(|error| error.to_string())
+                })
+            })
+            .collect();
+        let lead = scope.spawn(move || -> std::result::Result<Computed, String> {
+            let part = load(folder, &first)?.model;
+            let log = Log::new(move |entry| {
+                senders.iter().all(|sender| sender.send(entry.clone()).is_ok())
+            });
+            let lead = Lead::new(part, first, log);
+            let mut computed = Computed::of(&lead).map_err(|error| error.to_string())?;
+            computed.run_objects(&lead).map_err(|error| error.to_string())?;
+            Ok(computed)
+        });
+        let computed = lead.join().unwrap();
+        for follower in followers {
+            follower.join().unwrap()?;
+        }
+        computed
+    })
+}
+
+#[test]
+fn ranks_that_follow_the_first_one_compute_what_it_computes_alone() {
+    for folder in families() {
+        let name = name_of(&folder);
+        if NOT_BY_2.contains(&name) {
+            continue;
+        }
+        println!("{name}");
+        let loaded = load(&folder, &Ranks::alone()).unwrap();
+        let mut expected = Computed::of(&*loaded.model).unwrap();
+        expected.run_objects(&*loaded.model).unwrap();
+        led(&folder, 2).expect(name).assert_close(&expected, name);
     }
 }
 

@@ -31,6 +31,8 @@ impl dyn Model + '_ {
     /// # Errors
     /// [`crate::Error::Array`] if MLX rejects a shape; the caches are then unusable.
     pub fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
+        let told = self.tell(tokens, spans, pass)?;
+        let tokens = told.as_ref().unwrap_or(tokens);
         let mut x = self.embed(tokens)?;
         let _at_once = cpu::run_at_once(&x)?;
         let inputs = self.layer_inputs(tokens, &x)?;

@@ -16,8 +16,6 @@ mod tree;
 
 use std::time::Instant;
 
-use mlx_rs::Array;
-
 use self::bytes::KvFormat;
 pub use self::cost::{ComputeCosts, ReadCosts};
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
@@ -25,19 +23,16 @@ pub use self::shared::SHORTEST as SHORTEST_SHARED;
 use self::shared::SharedPrefixes;
 pub use self::tree::{CacheSize, NamedPrefix};
 use self::tree::{Footprint, KvRun, PrefixTree};
-use crate::cache::{Cache, KeyValues, SharedPart, owned};
+use crate::cache::{Cache, KeyValues, SharedPart, State, owned};
 use crate::error::{ConfigError, Error, Result};
 use crate::request::PrefixName;
 use crate::store::{
     BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, SavedPrefix, WallClock, state_key,
 };
 
-/// Recurrent state, two arrays a layer.
-struct StateArrays(Vec<Array>);
-
-impl Footprint for StateArrays {
+impl Footprint for State {
     fn bytes(&self) -> u64 {
-        self.0.iter().map(|array| array.nbytes() as u64).sum()
+        self.iter().map(|array| array.nbytes() as u64).sum()
     }
 }
 
@@ -88,7 +83,7 @@ fn missing_tokens(disk: &RedbStore, tokens: &[u32], keys: &[Key]) -> usize {
 
 /// The prefix cache and the prefix store.
 pub struct Prefixes {
-    tree: PrefixTree<KeyValues, StateArrays>,
+    tree: PrefixTree<KeyValues, State>,
     shared: SharedPrefixes,
     memory_bytes: u64,
     disk: Option<RedbStore>,
@@ -227,14 +222,13 @@ impl Prefixes {
         let mut cache = self.empty.clone();
         if let Some(shared) = shared_only.filter(|part| part.count > length) {
             length = shared.count;
-            cache.restore(Some(shared), &[], &[], length)?;
+            cache.restore(Some(shared), &[], &State::default(), length)?;
         } else if length > 0 {
             let prefix = &prompt[..length];
             let shared = self.shared.find(prefix);
             let (kv, state) = self.tree.get(prefix)?;
             let kv = after(kv, shared.as_ref().map_or(0, |part| part.count))?;
-            let state = state.map_or(&[][..], |state| &state.0);
-            cache.restore(shared, &kv, state, length)?;
+            cache.restore(shared, &kv, state.unwrap_or(&State::default()), length)?;
             // Nothing is copied if nothing is shared yet.
             if cache.shared_count() == 0
                 && let Err(error) = self.shared.share(&mut cache, prefix)
@@ -334,7 +328,7 @@ impl Prefixes {
         }
         let kv = if kv.is_empty() { None } else { Some(KeyValues::join(&kv)?.owned()?) };
         let state = match saved_state {
-            [tensors] => Some(StateArrays(owned(&bytes::to_arrays(tensors)?)?)),
+            [tensors] => Some(State::from(owned(&bytes::to_arrays(tensors)?)?)),
             _ => None,
         };
         self.tree.put(prefix, kv, state)?;
@@ -376,7 +370,7 @@ impl Prefixes {
         if known.resume < length || known.kv < length {
             let kv = (known.kv < length)
                 .then(|| cache.key_values(known.kv, length).and_then(KeyValues::owned));
-            let state = self.needs_state.then(|| owned(&cache.recurrent_state()?).map(StateArrays));
+            let state = self.needs_state.then(|| cache.recurrent_state().and_then(State::owned));
             self.tree.put(tokens, kv.transpose()?, state.transpose()?)?;
             self.reporter.count(|counts| counts.saves += 1);
         }

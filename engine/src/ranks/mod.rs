@@ -7,6 +7,7 @@
 //! Never decides what is cut, which the families do, and knows no model, cache or request.
 
 mod group;
+mod log;
 mod meeting;
 
 use std::fmt::Debug;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use mlx_rs::Array;
 
 pub use self::group::{Backend, join};
+pub use self::log::{Entry, Id, Layers, Log, Mirror, Operation, Rows};
 pub use self::meeting::in_threads;
 use crate::error::Result;
 
@@ -84,6 +86,11 @@ impl Ranks {
             Some(exchange) => exchange.sum(&x),
             None => Ok(x),
         }
+    }
+
+    /// What the first rank has as `x`. The others give zeros of the same shape and dtype.
+    pub fn from_first(&self, x: Array) -> Result<Array> {
+        self.sum(x)
     }
 
     /// The mean of `x` over all ranks.

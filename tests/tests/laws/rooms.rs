@@ -24,7 +24,7 @@ const HOUSES: [House; 6] = [
         sources: "engine/src",
         rooms: &[
             ("activity", ""),
-            ("cache", "lazy"),
+            ("cache", "lazy ranks"),
             ("config", ""),
             (
                 "decode",

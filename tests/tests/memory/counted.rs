@@ -118,7 +118,7 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
         let before = held();
         let budget = 3 << 20;
         let empty = Cache::new(layers);
-        eval(&empty.recurrent_state().unwrap()).unwrap();
+        eval(empty.recurrent_state().unwrap().iter()).unwrap();
         let of_empty = held() - before;
         let mut prefixes = Prefixes::new(empty, budget, None, 0).unwrap();
         let mut random = Random(7);

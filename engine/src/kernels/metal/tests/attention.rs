@@ -9,7 +9,7 @@ use mlx_rs::{Array, Dtype};
 use steersman_metal_emulation::Order;
 
 use super::{enable, without_barriers};
-use crate::cache::{Buffers, Cache, Full, LayerCache, SharedKv, Span};
+use crate::cache::{Buffers, Cache, Full, LayerCache, SharedKv, Span, State};
 use crate::kernels::LaunchSpan;
 use crate::kernels::metal::attention::{attention_by, is_worth, takes};
 use crate::kernels::metal::kernel::Kernel;
@@ -38,10 +38,10 @@ fn run(kernel: bool, [heads, kv_heads, dim]: Shape, shares: bool, dtype: Dtype) 
             let mut last = new();
             if shares {
                 first.share().unwrap();
-                last.restore(first.shared(), &[], &[], 128).unwrap();
+                last.restore(first.shared(), &[], &State::default(), 128).unwrap();
                 assert_eq!((first.shared_count(), last.shared_count()), (128, 128));
             } else {
-                last.restore(None, &[kv], &[], 128).unwrap();
+                last.restore(None, &[kv], &State::default(), 128).unwrap();
             }
             caches.push(last);
         }
