@@ -259,6 +259,9 @@ pub struct Verify {
     /// Maximum number of tokens of each reply
     #[arg(long, default_value_t = 128, value_parser = whole(1..=65_536_u32))]
     pub tokens: u32,
+    /// Compute with this many ranks, which are threads of this process: what several machines would compute
+    #[arg(long, default_value_t = 1, value_parser = whole(1..=8_u32), value_name = "COUNT")]
+    pub ranks: u32,
 }
 
 #[derive(Args)]

@@ -355,7 +355,8 @@ fn verify(options: Verify) -> Result<()> {
     let (_, mut config) = file.check()?;
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
-    verify::run(config, &found, &data_dir, &prompts, options.tokens as usize)
+    let (tokens, ranks) = (options.tokens as usize, options.ranks as usize);
+    verify::run(config, &found, &data_dir, &prompts, tokens, ranks)
 }
 
 fn bench_model(common: Common, options: &model::Options) -> Result<()> {

@@ -95,13 +95,20 @@ fn user(text: &str) -> Message {
 }
 
 /// Loads a model without the prefix store, and prints its name, family, device and number format.
-pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
+pub(crate) fn load(config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
+    load_on(config, found, data_dir, 1)
+}
+
+/// As [`load`], for so many ranks that are threads.
+fn load_on(mut config: Config, found: &Found, data_dir: &Path, ranks: usize) -> Result<Decoder> {
     config.store.enabled = false;
     let policies = steersman_engine::policies(&config, data_dir)?;
-    let (decoder, info) = Decoder::load(config, &found.folder, data_dir, policies)
-        .with_context(|| format!("loading the model in {}", found.folder.display()))?;
+    let (decoder, info) =
+        Decoder::load_on_virtual_ranks(config, &found.folder, data_dir, policies, ranks)
+            .with_context(|| format!("loading the model in {}", found.folder.display()))?;
+    let of_ranks = if ranks > 1 { format!(", {ranks} ranks") } else { String::new() };
     let mut out = std::io::stdout();
-    writeln!(out, "{} ({}) on {}", info.model, info.family, info.numbers)?;
+    writeln!(out, "{} ({}) on {}{of_ranks}", info.model, info.family, info.numbers)?;
     Ok(decoder)
 }
 
@@ -115,13 +122,20 @@ pub fn run(
     data_dir: &Path,
     requests: &[Request],
     tokens: usize,
+    ranks: usize,
 ) -> Result<()> {
-    let mut decoder = load(config, found, data_dir)?;
+    let mut alone =
+        if ranks > 1 { Some(load(config.clone(), found, data_dir)?) } else { None };
+    let mut decoder = load_on(config, found, data_dir, ranks)?;
     let paths = verify::paths(&decoder)?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
-    let outcomes = verify::verify(&mut decoder, requests, &paths, tokens, |done| {
-        bar.set_position(done as u64)
-    })?;
+    let progress = |done| bar.set_position(done as u64);
+    let outcomes = match &mut alone {
+        Some(alone) => {
+            verify::verify_ranks(&mut decoder, alone, requests, &paths, tokens, progress)
+        }
+        None => verify::verify(&mut decoder, requests, &paths, tokens, progress),
+    }?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
     let different: Vec<String> =

@@ -32,9 +32,10 @@ use crate::grammar::Grammars;
 use crate::kernel_check;
 use crate::kernels::{self, cuda};
 use crate::loading;
-use crate::model::{Loaded, Model, WeightsDigest};
+use crate::model::{Lead, Loaded, Model, WeightsDigest, load_part};
 use crate::policy::Policies;
 use crate::prefix::Prefixes;
+use crate::ranks::{Log, Ranks};
 use crate::schedule::Schedule;
 use crate::schedule::memory::{self, Memory, Section};
 use crate::schedule::queue::Queue;
@@ -73,13 +74,24 @@ pub fn load(
     data: &Path,
     policies: Arc<Policies>,
 ) -> Result<(Decoder, Info)> {
+    load_led(config, folder, data, policies, None)
+}
+
+/// [`load`] where this process is the first of several ranks, if `lead` names them and the log that the others follow.
+pub fn load_led(
+    config: Config,
+    folder: &Path,
+    data: &Path,
+    policies: Arc<Policies>,
+    lead: Option<(Ranks, Rc<Log>)>,
+) -> Result<(Decoder, Info)> {
     let _load = loading::begin(&config.model.name, "reading weights");
     let section = Section::begin(None);
     memory::check_weights(config.engine.memory_limit_bytes, folder)?;
     let before_weights = memory::active()?;
     let text = Text::load(folder)?;
     check_kernels(&config, data)?;
-    let (loaded, digest) = load_weights(&config.model, folder, data)?;
+    let (loaded, digest) = load_weights(&config.model, folder, data, lead)?;
     let Loaded { model, family, embeddings, on_cpu, dtype, own_kernels, numbers, .. } = loaded;
     let text = text
         .with_embeddings(embeddings)
@@ -205,14 +217,24 @@ fn check_kernels(config: &Config, data: &Path) -> Result<()> {
     }
 }
 
-/// Loads the model, compiles its kernels and runs it once; returns it with its digest.
-fn load_weights(config: &ModelConfig, folder: &Path, data: &Path) -> Result<(Loaded, [u8; 32])> {
+/// Loads the model, or the part of it that the rank of `lead` has, and runs it once; returns it with its digest. Compiles
+/// the kernels of a whole model; those of a part are compiled when they are first used, as passes run on all ranks.
+fn load_weights(
+    config: &ModelConfig,
+    folder: &Path,
+    data: &Path,
+    lead: Option<(Ranks, Rc<Log>)>,
+) -> Result<(Loaded, [u8; 32])> {
     // Hashed while the model is loaded from them.
     let weights = WeightsDigest::start(folder, data)?;
-    let loaded = crate::model::load(folder, config)?;
+    let ranks = lead.as_ref().map_or_else(Ranks::alone, |(ranks, _)| ranks.clone());
+    let mut loaded = load_part(folder, config, &ranks)?;
     let digest = loaded.digest(weights.finish()?);
     loading::stage("compiling kernels");
-    prepare_kernels(&*loaded.model);
+    match lead {
+        Some((ranks, log)) => loaded.model = Box::new(Lead::new(loaded.model, ranks, log)),
+        None => prepare_kernels(&*loaded.model),
+    }
     loading::stage("measuring");
     loaded.probe(folder)?;
     Ok((loaded, digest))

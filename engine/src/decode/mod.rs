@@ -29,6 +29,7 @@ mod step;
 #[cfg(test)]
 pub mod tests;
 mod threads;
+mod virtual_ranks;
 mod warm_up;
 
 pub use self::calibration::{Calibration, Skip};

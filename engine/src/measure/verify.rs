@@ -147,6 +147,33 @@ pub fn verify(
     requests: &[Request],
     paths: &[DecodePath],
     tokens: usize,
+    progress: impl FnMut(usize),
+) -> Result<Vec<Outcome>> {
+    compare(decoder, None, requests, paths, tokens, progress)
+}
+
+/// As [`verify`] for a decoder on several ranks, whose replies are compared with the plain ones of `alone`, one process with
+/// the same model. Ranks add in another order, so near-ties are counted apart in every format.
+///
+/// # Errors
+/// As [`verify`].
+pub fn verify_ranks(
+    decoder: &mut Decoder,
+    alone: &mut Decoder,
+    requests: &[Request],
+    paths: &[DecodePath],
+    tokens: usize,
+    progress: impl FnMut(usize),
+) -> Result<Vec<Outcome>> {
+    compare(decoder, Some(alone), requests, paths, tokens, progress)
+}
+
+fn compare(
+    decoder: &mut Decoder,
+    mut alone: Option<&mut Decoder>,
+    requests: &[Request],
+    paths: &[DecodePath],
+    tokens: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<Outcome>> {
     let empty = |&path| Outcome {
@@ -161,7 +188,10 @@ pub fn verify(
     };
     let mut outcomes: Vec<Outcome> = paths.iter().map(empty).collect();
     for i in 0..requests.len() {
-        let mut plain: Option<Reply> = None;
+        let alone_plain = alone
+            .as_deref_mut()
+            .map(|alone| reply(alone, requests, i, DecodePath::Plain, tokens, None));
+        let mut plain = alone_plain.transpose()?;
         for outcome in &mut outcomes {
             let reply = reply(decoder, requests, i, outcome.path, tokens, plain.as_ref())?;
             outcome.replies.push(reply.tokens[reply.prompt..].to_vec());
@@ -178,7 +208,7 @@ pub fn verify(
                 continue;
             }
             let margin = margin(decoder, &expected.tokens[..same])?;
-            let coarse = !decoder.network().is_precise();
+            let coarse = alone.is_some() || !decoder.network().is_precise();
             if coarse && margin < decoder.network().near_tie_margin() {
                 outcome.near_ties += 1;
             } else {

@@ -28,7 +28,7 @@ const HOUSES: [House; 6] = [
             ("config", ""),
             (
                 "decode",
-                "activity cache config device draft engine engine_thread job kernel_check kernels lazy loading model nn prefix processor sample schedule sequence store",
+                "activity cache config device draft engine engine_thread job kernel_check kernels lazy loading model nn prefix processor ranks sample schedule sequence store",
             ),
             ("device", ""),
             ("draft", "cache config kernels lazy model nn sample"),
