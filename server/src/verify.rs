@@ -2,11 +2,13 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use serde::Deserialize;
 use steersman_engine::config::Config;
+use steersman_engine::policy::Policies;
 use steersman_engine::request::{Message, Request};
 use steersman_engine::tools::Decoder;
 use steersman_engine::tools::verify::{self, Outcome};
@@ -96,13 +98,19 @@ fn user(text: &str) -> Message {
 
 /// Loads a model without the prefix store, and prints its name, family, device and number format.
 pub(crate) fn load(config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
-    load_on(config, found, data_dir, 1)
+    let policies = steersman_engine::policies(&config, data_dir)?;
+    load_on(1, config, found, data_dir, policies)
 }
 
 /// As [`load`], for so many ranks that are threads.
-fn load_on(mut config: Config, found: &Found, data_dir: &Path, ranks: usize) -> Result<Decoder> {
+fn load_on(
+    ranks: usize,
+    mut config: Config,
+    found: &Found,
+    data_dir: &Path,
+    policies: Arc<Policies>,
+) -> Result<Decoder> {
     config.store.enabled = false;
-    let policies = steersman_engine::policies(&config, data_dir)?;
     let (decoder, info) =
         Decoder::load_on_virtual_ranks(config, &found.folder, data_dir, policies, ranks)
             .with_context(|| format!("loading the model in {}", found.folder.display()))?;
@@ -124,9 +132,10 @@ pub fn run(
     tokens: usize,
     ranks: usize,
 ) -> Result<()> {
-    let mut alone =
-        if ranks > 1 { Some(load(config.clone(), found, data_dir)?) } else { None };
-    let mut decoder = load_on(config, found, data_dir, ranks)?;
+    let policies = steersman_engine::policies(&config, data_dir)?;
+    let load = |ranks| load_on(ranks, config.clone(), found, data_dir, policies.clone());
+    let mut alone = if ranks > 1 { Some(load(1)?) } else { None };
+    let mut decoder = load(ranks)?;
     let paths = verify::paths(&decoder)?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
     let progress = |done| bar.set_position(done as u64);
@@ -138,6 +147,9 @@ pub fn run(
     }?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
+    if ranks > 1 {
+        println!("Replies were compared with those of one process.");
+    }
     let different: Vec<String> =
         outcomes.iter().filter(|o| !o.holds()).map(|o| o.path.name()).collect();
     if !different.is_empty() {

@@ -9,6 +9,7 @@ use super::Decoder;
 use crate::config::{Activations, Config, Device, DraftKind, MachineCosts};
 use crate::draft::greedy_pass;
 use crate::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
+use crate::error::Result;
 use crate::measure::verify::{DecodePath, Outcome, paths, verify};
 use crate::model::Pass;
 use crate::policy::SamplingPatch;
@@ -31,6 +32,7 @@ mod messages;
 mod metal;
 mod outlet;
 mod preemption;
+mod ranks;
 mod scripted;
 mod tool_calls;
 mod turns;
@@ -52,12 +54,19 @@ fn bundled_model() -> PathBuf {
 }
 
 /// A decoder for the model in `folder`, with policy state in memory.
-fn load_from(folder: &Path, mut config: Config) -> Decoder {
+fn load_from(folder: &Path, config: Config) -> Decoder {
+    load_on(1, folder, config).unwrap()
+}
+
+/// As [`load_from`], on so many ranks.
+fn load_on(ranks: usize, folder: &Path, mut config: Config) -> Result<Decoder> {
+    config.model.device = Device::Cpu;
     config.machine = MachineCosts::Fixed;
     let config = config.check().unwrap();
     let storage = Storage::compile_cache(&steersman_test_support::shared_policies());
     let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();
-    Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
+    let (data, policies) = (Path::new("/nowhere"), Arc::new(policies));
+    Ok(Decoder::load_on_virtual_ranks(config, folder, data, policies, ranks)?.0)
 }
 
 pub(crate) fn ask(question: &str) -> Request {

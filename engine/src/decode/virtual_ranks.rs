@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-use super::load::load_led;
 use super::Decoder;
+use super::load::load_led;
 use crate::config::{Config, ModelConfig};
 use crate::engine::Info;
 use crate::error::{ConfigError, Error, Result};

@@ -222,7 +222,11 @@ impl RequestLog {
                 };
             }
             // A client's mistake is no failure of the server.
-            if error.status.is_server_error() { line!(warn) } else { line!(info) }
+            if error.status.is_server_error() {
+                line!(warn)
+            } else {
+                line!(info)
+            }
             error
         })
     }
