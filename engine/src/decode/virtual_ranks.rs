@@ -40,11 +40,11 @@ impl Decoder {
             let problem = format!("is {count}, must be from 1 to {RANKS}");
             return Err(Error::Config(ConfigError::Key { field: "ranks", problem }));
         }
-        config.store.enabled = false;
         let mut ranks = in_threads(count).into_iter();
         let Some(first) = ranks.next().filter(|first| first.are_several()) else {
             return Self::load(config, folder, data, policies);
         };
+        config.store.enabled = false;
         let followers = Followers::start(ranks, folder, &config.model)?;
         let log = Log::new(move |entry| followers.send(entry));
         load_led(config, folder, data, policies, Some((first, log)))
