@@ -8,7 +8,7 @@
 # there is (mach_o.py), and makes a wheel and a tar.gz of them in FOLDER/packages. CARGO_PROFILE_RELEASE_OPT_LEVEL=0 and
 # CARGO_PROFILE_RELEASE_LTO=off in the environment make slow programs in a third of the time.
 #
-# A check takes 8 minutes of two cores at first, and a minute after a change of the server. It is not part of .ci/run.
+# A check takes 8 minutes of two cores at first, and a minute after a change of the server. `.ci/run` makes one.
 set -euo pipefail
 mode=${2:-check}
 [ $# -ge 1 ] && [ $# -le 2 ] && [[ $mode =~ ^(check|packages)$ ]] || { sed -n '5p' "$0" >&2; exit 2; }
