@@ -56,7 +56,7 @@ pub enum MachineCosts {
 }
 
 /// `[model]`
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelConfig {
     /// The model as the operator names it; the server resolves it to a folder.
@@ -82,7 +82,7 @@ pub struct ModelConfig {
 }
 
 /// How the embedding of a text is made of the hidden states of its tokens, after the final norm.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
     /// The hidden state of the last token, which has seen all others.
@@ -110,7 +110,7 @@ impl Default for ModelConfig {
 }
 
 /// Where MLX computes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
     /// The GPU where MLX has one (Metal, CUDA), else the CPU.
@@ -123,7 +123,7 @@ pub enum Device {
 }
 
 /// Where elementwise operations are fused.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compile {
     /// On a GPU, where launching a small kernel costs more than running it; not on the CPU, where MLX
@@ -137,7 +137,7 @@ pub enum Compile {
 }
 
 /// Which kernels compute the layers.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kernels {
     /// Steersman's, where there are some for the device, shape and type; else MLX's.
@@ -148,7 +148,7 @@ pub enum Kernels {
 }
 
 /// How Steersman's kernels for CPUs read the inputs of products with packed matrices.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activations {
     /// With the precision of f32.
@@ -159,7 +159,7 @@ pub enum Activations {
 }
 
 /// Type of weights and activations.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// The checkpoint's type on a GPU; f32 on the CPU, where it is faster.

@@ -49,6 +49,11 @@ pub mod tools {
     pub use crate::kernel_check::{Outcome, Outcomes, check_all};
     pub use crate::measure::{calibrate, machine, passes, verify};
     pub use crate::model::model_types;
+    /// Ranks that are processes.
+    pub mod ranks {
+        pub use crate::decode::follow_first_rank;
+        pub use crate::ranks::Backend;
+    }
     pub use crate::schedule::memory::Machine;
     pub use crate::store::{
         Fingerprint, ImportReport, KindSize, StoreFile, StoredPrefix, VerifyReport,

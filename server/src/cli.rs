@@ -16,6 +16,7 @@ use steersman::bench::{model, shape};
 use steersman::config::FileConfig;
 use steersman::manage::{List, Pull, Remove, Search, Show};
 use steersman::mcp::command;
+use steersman::ranks::Over;
 use steersman::{cache, environment, keys, talk};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, create_private_folder, this_program};
@@ -58,6 +59,9 @@ pub enum Command {
     /// Search Hugging Face for models, the most downloaded first, and say which this machine can serve.
     #[command(after_help = "Example:\n  steersman search qwen3 4bit")]
     Search(Managed<Search>),
+    /// Follow the first of several ranks, which starts this.
+    #[command(hide = true)]
+    Rank,
     /// Report what this machine has, what the server chooses by it and why, and what to change.
     #[command(after_help = "Example:\n  steersman doctor mlx-community/Qwen3.5-4B-MLX-4bit")]
     Doctor(Doctor),
@@ -262,6 +266,9 @@ pub struct Verify {
     /// Compute with this many ranks, which are threads of this process: what several machines would compute
     #[arg(long, default_value_t = 1, value_parser = whole(1..=8_u32), value_name = "COUNT")]
     pub ranks: u32,
+    /// What carries the arrays of several ranks
+    #[arg(long, value_enum, default_value = "threads")]
+    pub over: Over,
 }
 
 #[derive(Args)]

@@ -68,6 +68,7 @@ pub mod mcp;
 mod media_type;
 pub mod models;
 pub mod program;
+pub mod ranks;
 pub mod reload;
 pub mod serve;
 pub mod shutdown;

@@ -23,7 +23,8 @@ use steersman::system::start_time;
 use steersman::telemetry::Traces;
 use steersman::wiring::Wiring;
 use steersman::{
-    address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, serve, talk, verify,
+    address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk,
+    verify,
 };
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
@@ -89,6 +90,7 @@ fn main() -> ExitCode {
         Command::Pull(options) => managed(options, Task::Pull),
         Command::Rm(options) => managed(options, Task::Rm),
         Command::Search(options) => managed(options, Task::Search),
+        Command::Rank => ranks::follow(std::io::stdin().lock()),
         Command::Completions(options) => completions(options.shell, &mut std::io::stdout()),
     };
     match done {
@@ -355,8 +357,11 @@ fn verify(options: Verify) -> Result<()> {
     let (_, mut config) = file.check()?;
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
-    let (tokens, ranks) = (options.tokens as usize, options.ranks as usize);
-    verify::run(config, &found, &data_dir, &prompts, tokens, ranks)
+    if options.ranks > 1 {
+        ranks::become_first(options.over, options.ranks, &data_dir)?;
+    }
+    let on = verify::On { ranks: options.ranks, over: options.over };
+    verify::run(config, &found, &data_dir, &prompts, options.tokens as usize, on)
 }
 
 fn bench_model(common: Common, options: &model::Options) -> Result<()> {

@@ -15,6 +15,7 @@ use steersman_engine::tools::verify::{self, Outcome};
 
 use crate::config::FILE_BYTES;
 use crate::hub::Found;
+use crate::ranks::{Others, Over};
 
 /// Built-in prompts, each with whether reasoning is enabled: replies that repeat the prompt, that
 /// repeat themselves, and that do neither.
@@ -37,6 +38,20 @@ const PROMPTS: &[(&str, bool)] = &[
     ("Translate to French: the red house", false),
     ("Repeat these words: owl, Rome, Anna, fox, Lima", true),
 ];
+
+/// The ranks that compute.
+#[derive(Debug, Clone, Copy)]
+pub struct On {
+    /// How many there are.
+    pub ranks: u32,
+    /// What carries their arrays.
+    pub over: Over,
+}
+
+impl On {
+    /// One process.
+    const ALONE: Self = Self { ranks: 1, over: Over::Threads };
+}
 
 /// A prompt in a file given with `--prompts`.
 #[derive(Deserialize)]
@@ -99,25 +114,35 @@ fn user(text: &str) -> Message {
 /// Loads a model without the prefix store, and prints its name, family, device and number format.
 pub(crate) fn load(config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
     let policies = steersman_engine::policies(&config, data_dir)?;
-    load_on(1, config, found, data_dir, policies)
+    Ok(load_on(On::ALONE, config, found, data_dir, policies)?.1)
 }
 
-/// As [`load`], for so many ranks that are threads.
+/// As [`load`], on several ranks, of which those that are processes end with the first value.
 fn load_on(
-    ranks: usize,
+    on: On,
     mut config: Config,
     found: &Found,
     data_dir: &Path,
     policies: Arc<Policies>,
-) -> Result<Decoder> {
+) -> Result<(Option<Others>, Decoder)> {
     config.store.enabled = false;
+    let (folder, count) = (&found.folder, on.ranks as usize);
+    let (others, loaded) = match on.over {
+        Over::Ring | Over::Nccl if count > 1 => {
+            let (others, backend, outputs) =
+                Others::start(on.over, on.ranks, folder, &config.model)?;
+            let loaded =
+                Decoder::load_as_first_rank(config, folder, data_dir, policies, backend, outputs);
+            (Some(others), loaded)
+        }
+        _ => (None, Decoder::load_on_virtual_ranks(config, folder, data_dir, policies, count)),
+    };
     let (decoder, info) =
-        Decoder::load_on_virtual_ranks(config, &found.folder, data_dir, policies, ranks)
-            .with_context(|| format!("loading the model in {}", found.folder.display()))?;
-    let of_ranks = if ranks > 1 { format!(", {ranks} ranks") } else { String::new() };
+        loaded.with_context(|| format!("loading the model in {}", folder.display()))?;
+    let of_ranks = if count > 1 { format!(", {count} ranks") } else { String::new() };
     let mut out = std::io::stdout();
     writeln!(out, "{} ({}) on {}{of_ranks}", info.model, info.family, info.numbers)?;
-    Ok(decoder)
+    Ok((others, decoder))
 }
 
 /// Computes the replies to `requests` on every decode path and prints the comparison.
@@ -130,12 +155,12 @@ pub fn run(
     data_dir: &Path,
     requests: &[Request],
     tokens: usize,
-    ranks: usize,
+    on: On,
 ) -> Result<()> {
     let policies = steersman_engine::policies(&config, data_dir)?;
-    let load = |ranks| load_on(ranks, config.clone(), found, data_dir, policies.clone());
-    let mut alone = if ranks > 1 { Some(load(1)?) } else { None };
-    let mut decoder = load(ranks)?;
+    let load = |on| load_on(on, config.clone(), found, data_dir, policies.clone());
+    let mut alone = if on.ranks > 1 { Some(load(On::ALONE)?.1) } else { None };
+    let (_others, mut decoder) = load(on)?;
     let paths = verify::paths(&decoder)?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
     let progress = |done| bar.set_position(done as u64);
@@ -147,7 +172,7 @@ pub fn run(
     }?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
-    if ranks > 1 {
+    if on.ranks > 1 {
         println!("Replies were compared with those of one process.");
     }
     let different: Vec<String> =

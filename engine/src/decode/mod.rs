@@ -20,6 +20,7 @@ mod network;
 mod prefetch;
 mod preparation;
 mod probe;
+mod process_ranks;
 mod prompt_logprobs;
 mod serve;
 mod settle;
@@ -34,6 +35,7 @@ mod warm_up;
 
 pub use self::calibration::{Calibration, Skip};
 pub use self::load::max_running;
+pub use self::process_ranks::follow_first_rank;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -69,8 +69,9 @@ impl Followers {
             let (folder, config) = (folder.to_owned(), config.clone());
             let thread = Builder::new().name(format!("rank {}", ranks.index()));
             let thread = thread.spawn(move || {
-                let followed = load_part(&folder, &config, &ranks)
-                    .and_then(|loaded| follow(&*loaded.model, &ranks, loaded.dtype, log));
+                let followed = load_part(&folder, &config, &ranks).and_then(|loaded| {
+                    follow(&*loaded.model, &ranks, loaded.dtype, log.into_iter().map(Ok))
+                });
                 if let Err(error) = followed {
                     tracing::error!(rank = ranks.index(), %error, "rank ended");
                 }

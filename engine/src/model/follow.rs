@@ -24,10 +24,11 @@ pub fn follow(
     part: &dyn Model,
     ranks: &Ranks,
     dtype: Dtype,
-    log: impl IntoIterator<Item = Entry>,
+    log: impl IntoIterator<Item = Result<Entry>>,
 ) -> Result<()> {
     let mut follower = Follower { part, ranks, dtype, objects: HashMap::new() };
-    for (expected, Entry { sequence, operation }) in (0..).zip(log) {
+    for (expected, entry) in (0..).zip(log) {
+        let Entry { sequence, operation } = entry?;
         if sequence != expected {
             return Err(differs(&format!("entry {sequence} follows, not {expected}")));
         }

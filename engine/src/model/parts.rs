@@ -260,7 +260,8 @@ fn led(folder: &Path, count: usize) -> std::result::Result<Computed, String> {
                 senders.push(sender);
                 scope.spawn(move || -> std::result::Result<(), String> {
                     let loaded = load(folder, &ranks)?;
-                    let followed = follow(&*loaded.model, &ranks, loaded.dtype, log);
+                    let followed =
+                        follow(&*loaded.model, &ranks, loaded.dtype, log.into_iter().map(Ok));
                     followed.map_err(|error| error.to_string())
                 })
             })

@@ -6,6 +6,7 @@
 //!
 //! Never decides what is cut, which the families do, and knows no model, cache or request.
 
+pub mod entries;
 mod group;
 mod log;
 mod meeting;
