@@ -140,6 +140,9 @@ impl Drop for Others {
             let _ = process.kill();
             let _ = process.wait();
         }
+        if let Some(file) = std::env::var_os(HOSTS) {
+            let _ = std::fs::remove_file(file);
+        }
     }
 }
 

@@ -31,7 +31,6 @@ impl Decoder {
         backend: Backend,
         outputs: Vec<Box<dyn Write>>,
     ) -> Result<(Self, Info)> {
-        config.store.enabled = false;
         choose_device(config.model.device)?;
         let ranks = join(backend)?;
         let (index, count) = (ranks.index(), ranks.count());
@@ -44,6 +43,7 @@ impl Decoder {
         if !ranks.are_several() {
             return Self::load(config, folder, data, policies);
         }
+        config.store.enabled = false;
         load_led(config, folder, data, policies, Some((ranks, entries::write_to(outputs))))
     }
 }
