@@ -2,4 +2,5 @@
 #![cfg(unix)]
 
 mod program;
+mod ranks;
 mod signals;
