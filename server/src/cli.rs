@@ -59,9 +59,6 @@ pub enum Command {
     /// Search Hugging Face for models, the most downloaded first, and say which this machine can serve.
     #[command(after_help = "Example:\n  steersman search qwen3 4bit")]
     Search(Managed<Search>),
-    /// Follow the first of several ranks, which starts this.
-    #[command(hide = true)]
-    Rank,
     /// Report what this machine has, what the server chooses by it and why, and what to change.
     #[command(after_help = "Example:\n  steersman doctor mlx-community/Qwen3.5-4B-MLX-4bit")]
     Doctor(Doctor),

@@ -52,6 +52,10 @@ fn main() -> ExitCode {
     }
     heap::use_one_heap();
     start_time();
+    if ranks::is_follower() {
+        steersman_log::to_stderr();
+        return status_of(ranks::follow(std::io::stdin().lock()));
+    }
     let cli = Cli::parse();
     match cli.command {
         Command::Chat(_)
@@ -90,9 +94,13 @@ fn main() -> ExitCode {
         Command::Pull(options) => managed(options, Task::Pull),
         Command::Rm(options) => managed(options, Task::Rm),
         Command::Search(options) => managed(options, Task::Search),
-        Command::Rank => ranks::follow(std::io::stdin().lock()),
         Command::Completions(options) => completions(options.shell, &mut std::io::stdout()),
     };
+    status_of(done)
+}
+
+/// The exit status of a command, whose error is printed.
+fn status_of(done: Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough, as in `steersman cache list | head`.

@@ -19,6 +19,9 @@ use steersman_engine::tools::ranks::{Backend, follow_first_rank};
 /// The number of ranks, in the environment of the first one.
 const COUNT: &str = "STEERSMAN_RANKS";
 
+/// The only argument of a rank that follows the first one.
+const FOLLOW: &str = "__follow-first-rank";
+
 /// Variables that MLX reads: which rank this is, where a ring finds the others, where NCCL does, and how many they are.
 const RANK: &str = "MLX_RANK";
 const HOSTS: &str = "MLX_HOSTFILE";
@@ -118,7 +121,7 @@ impl Others {
         let mut outputs: Vec<Box<dyn Write>> = Vec::new();
         for rank in 1..count {
             let mut command = Command::new(&program);
-            command.arg("rank").env(RANK, rank.to_string()).env_remove(COUNT);
+            command.arg(FOLLOW).env(RANK, rank.to_string()).env_remove(COUNT);
             if over == Over::Nccl {
                 command.env("CUDA_VISIBLE_DEVICES", rank.to_string());
             }
@@ -146,7 +149,12 @@ impl Drop for Others {
     }
 }
 
-/// What `steersman rank` does: follows the first rank, whose task and log are `input`.
+/// Returns true if this process was started to follow the first rank.
+pub fn is_follower() -> bool {
+    std::env::args_os().nth(1).is_some_and(|argument| argument == FOLLOW)
+}
+
+/// Follows the first rank, whose task and log are `input`.
 ///
 /// # Errors
 /// If the task cannot be read, and those of [`follow_first_rank`].
@@ -154,7 +162,7 @@ pub fn follow(mut input: impl BufRead) -> Result<()> {
     let mut task = String::new();
     input.read_line(&mut task)?;
     let Task { over, folder, model } =
-        serde_json::from_str(&task).context("only another rank starts this command")?;
+        serde_json::from_str(&task).context("only the first rank starts another one")?;
     let backend = over.backend().context("threads are no processes")?;
     follow_first_rank(&model, &folder, backend, input)
         .with_context(|| format!("rank {}", std::env::var(RANK).unwrap_or_default()))
