@@ -49,9 +49,9 @@ pub mod tools {
     pub use crate::kernel_check::{Outcome, Outcomes, check_all};
     pub use crate::measure::{calibrate, machine, passes, verify};
     pub use crate::model::model_types;
-    /// Ranks that are processes.
+    /// Several ranks that compute a model together.
     pub mod ranks {
-        pub use crate::decode::follow_first_rank;
+        pub use crate::decode::{follow_first_rank, load_as_first_rank, load_on_threads};
         pub use crate::ranks::Backend;
     }
     pub use crate::schedule::memory::Machine;

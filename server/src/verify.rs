@@ -10,8 +10,8 @@ use serde::Deserialize;
 use steersman_engine::config::Config;
 use steersman_engine::policy::Policies;
 use steersman_engine::request::{Message, Request};
-use steersman_engine::tools::Decoder;
 use steersman_engine::tools::verify::{self, Outcome};
+use steersman_engine::tools::{Decoder, ranks};
 
 use crate::config::FILE_BYTES;
 use crate::hub::Found;
@@ -132,10 +132,10 @@ fn load_on(
             let (others, backend, outputs) =
                 Others::start(on.over, on.ranks, folder, &config.model)?;
             let loaded =
-                Decoder::load_as_first_rank(config, folder, data_dir, policies, backend, outputs);
+                ranks::load_as_first_rank(config, folder, data_dir, policies, backend, outputs);
             (Some(others), loaded)
         }
-        _ => (None, Decoder::load_on_virtual_ranks(config, folder, data_dir, policies, count)),
+        _ => (None, ranks::load_on_threads(config, folder, data_dir, policies, count)),
     };
     let (decoder, info) =
         loaded.with_context(|| format!("loading the model in {}", folder.display()))?;

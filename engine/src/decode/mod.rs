@@ -35,7 +35,8 @@ mod warm_up;
 
 pub use self::calibration::{Calibration, Skip};
 pub use self::load::max_running;
-pub use self::process_ranks::follow_first_rank;
+pub use self::process_ranks::{follow_first_rank, load_as_first_rank};
+pub use self::virtual_ranks::load_on_threads;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mlx_rs::transforms::eval;
 
-use super::Decoder;
+use super::{Decoder, load_on_threads};
 use crate::config::{Activations, Config, Device, DraftKind, MachineCosts};
 use crate::draft::greedy_pass;
 use crate::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
@@ -66,7 +66,7 @@ fn load_on(ranks: usize, folder: &Path, mut config: Config) -> Result<Decoder> {
     let storage = Storage::compile_cache(&steersman_test_support::shared_policies());
     let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();
     let (data, policies) = (Path::new("/nowhere"), Arc::new(policies));
-    Ok(Decoder::load_on_virtual_ranks(config, folder, data, policies, ranks)?.0)
+    Ok(load_on_threads(config, folder, data, policies, ranks)?.0)
 }
 
 pub(crate) fn ask(question: &str) -> Request {

@@ -24,31 +24,29 @@ const ENTRIES_AHEAD: usize = 256;
 /// Most ranks of a process: each is a thread with a part of the model.
 const RANKS: usize = 8;
 
-impl Decoder {
-    /// As [`Decoder::load`], for `count` ranks that are threads. There is no prefix store: it has the parts of one rank.
-    ///
-    /// # Errors
-    /// As [`Decoder::load`]; [`Error::Config`] if `count` is not from 1 to 8, or the ranks cannot divide the model.
-    pub fn load_on_virtual_ranks(
-        mut config: Config,
-        folder: &Path,
-        data: &Path,
-        policies: Arc<Policies>,
-        count: usize,
-    ) -> Result<(Self, Info)> {
-        if !(1..=RANKS).contains(&count) {
-            let problem = format!("is {count}, must be from 1 to {RANKS}");
-            return Err(Error::Config(ConfigError::Key { field: "ranks", problem }));
-        }
-        let mut ranks = in_threads(count).into_iter();
-        let Some(first) = ranks.next().filter(|first| first.are_several()) else {
-            return Self::load(config, folder, data, policies);
-        };
-        config.store.enabled = false;
-        let followers = Followers::start(ranks, folder, &config.model)?;
-        let log = Log::new(move |entry| followers.send(entry));
-        load_led(config, folder, data, policies, Some((first, log)))
+/// As [`Decoder::load`], for `count` ranks that are threads. There is no prefix store: it has the parts of one rank.
+///
+/// # Errors
+/// As [`Decoder::load`]; [`Error::Config`] if `count` is not from 1 to 8, or the ranks cannot divide the model.
+pub fn load_on_threads(
+    mut config: Config,
+    folder: &Path,
+    data: &Path,
+    policies: Arc<Policies>,
+    count: usize,
+) -> Result<(Decoder, Info)> {
+    if !(1..=RANKS).contains(&count) {
+        let problem = format!("is {count}, must be from 1 to {RANKS}");
+        return Err(Error::Config(ConfigError::Key { field: "ranks", problem }));
     }
+    let mut ranks = in_threads(count).into_iter();
+    let Some(first) = ranks.next().filter(|first| first.are_several()) else {
+        return Decoder::load(config, folder, data, policies);
+    };
+    config.store.enabled = false;
+    let followers = Followers::start(ranks, folder, &config.model)?;
+    let log = Log::new(move |entry| followers.send(entry));
+    load_led(config, folder, data, policies, Some((first, log)))
 }
 
 /// The threads of the other ranks. They end when this is dropped.

@@ -43,7 +43,7 @@ const HOUSES: [House; 6] = [
                 "measure",
                 "cache config decode device draft job kernels lazy model nn processor sample schedule sequence",
             ),
-            ("model", "cache config device kernels loading nn ranks"),
+            ("model", "cache config device kernels lazy loading nn ranks"),
             ("nn", "cache kernels lazy ranks"),
             ("prefix", "cache lazy store"),
             ("processor", ""),
