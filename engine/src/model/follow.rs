@@ -126,7 +126,7 @@ impl Follower<'_> {
             Operation::Forward(rows, layers) => self.forward(&rows, &layers)?,
             Operation::Mtp(rows, width) => self.run_mtp(&rows, width)?,
             Operation::Logits { rows, width } => {
-                let logits = self.part.logits(&self.from_first(rows, width)?)?;
+                let logits = self.part.logits(&self.hidden_of_first(rows, width)?)?;
                 submit([&logits])?;
             }
         }
@@ -212,7 +212,7 @@ impl Follower<'_> {
             Some(tokens) => token_ids(tokens),
             None => {
                 let count: i32 = taken.iter().map(|(.., rows)| rows).sum();
-                self.ranks.from_first(zeros_dtype(&[count], Dtype::Uint32)?)?
+                self.ranks.of_first(zeros_dtype(&[count], Dtype::Uint32)?)?
             }
         };
         let spans = taken.iter_mut().map(|(_, cache, rows)| Span { rows: *rows, cache });
@@ -232,14 +232,14 @@ impl Follower<'_> {
     fn run_mtp(&mut self, rows: &Rows, width: usize) -> Result<()> {
         let count = rows.spans.iter().map(|(.., count)| count).sum();
         self.run(rows, |own, tokens, spans| {
-            own.mtp()?.forward(&own.from_first(count, width)?, tokens, spans)
+            own.mtp()?.forward(&own.hidden_of_first(count, width)?, tokens, spans)
         })
     }
 
     /// Hidden states that the first rank has.
-    fn from_first(&self, rows: usize, width: usize) -> Result<Array> {
+    fn hidden_of_first(&self, rows: usize, width: usize) -> Result<Array> {
         let size = |n: usize| i32::try_from(n).map_err(|_| differs("a pass has too many rows"));
-        self.ranks.from_first(zeros_dtype(&[1, size(rows)?, size(width)?], self.dtype)?)
+        self.ranks.of_first(zeros_dtype(&[1, size(rows)?, size(width)?], self.dtype)?)
     }
 }
 

@@ -41,7 +41,7 @@ impl Lead {
 
     /// The `tokens` of a pass as all ranks have them: those that were in its entry or, if they were not `known`, exchanged.
     fn tokens(&self, tokens: &Array, known: bool) -> Result<Array> {
-        if known { Ok(tokens.clone()) } else { self.ranks.from_first(tokens.clone()) }
+        if known { Ok(tokens.clone()) } else { self.ranks.of_first(tokens.clone()) }
     }
 }
 
@@ -101,7 +101,7 @@ impl Model for Lead {
         self.log.check()?;
         let rows = usize::try_from(hidden.dim(1)).unwrap_or(0);
         self.log.note(Operation::Logits { rows, width: width(hidden) });
-        let logits = self.part.logits(&self.ranks.from_first(hidden.clone())?)?;
+        let logits = self.part.logits(&self.ranks.of_first(hidden.clone())?)?;
         submit([&logits])?;
         Ok(logits)
     }
@@ -129,7 +129,7 @@ impl Mtp for Lead {
         let known = rows.tokens.is_some();
         self.log.note(Operation::Mtp(rows, width(hidden)));
         let tokens = self.tokens(tokens, known)?;
-        let hidden = self.ranks.from_first(hidden.clone())?;
+        let hidden = self.ranks.of_first(hidden.clone())?;
         let drafted = self.mtp_part().forward(&hidden, &tokens, spans)?;
         submit([&drafted])?;
         Ok(drafted)

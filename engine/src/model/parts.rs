@@ -158,7 +158,7 @@ impl Computed {
 
 /// What one process computes.
 fn alone(folder: &Path) -> Computed {
-    let loaded = load(folder, &Ranks::alone()).expect(name_of(folder));
+    let loaded = load(folder, &Ranks::alone()).unwrap();
     Computed::of(&*loaded.model).unwrap()
 }
 

@@ -90,7 +90,7 @@ impl Ranks {
     }
 
     /// What the first rank has as `x`. The others give zeros of the same shape and dtype.
-    pub fn from_first(&self, x: Array) -> Result<Array> {
+    pub fn of_first(&self, x: Array) -> Result<Array> {
         self.sum(x)
     }
 
