@@ -97,6 +97,9 @@ fn free_ports(count: u32) -> Result<Vec<u16>> {
     listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect()
 }
 
+/// What the other ranks read the log from, one each.
+type Outputs = Vec<Box<dyn Write>>;
+
 /// The other ranks, which end with this.
 pub struct Others {
     processes: Vec<Child>,
@@ -112,13 +115,13 @@ impl Others {
         count: u32,
         folder: &Path,
         model: &ModelConfig,
-    ) -> Result<(Self, Backend, Vec<Box<dyn Write>>)> {
+    ) -> Result<(Self, Backend, Outputs)> {
         let backend = over.backend().context("threads are no processes")?;
         let program = this_program().context("the path of this program is unknown")?;
         let task = Task { over, folder: folder.into(), model: model.clone() };
         let task = serde_json::to_string(&task)? + "\n";
         let mut others = Self { processes: Vec::new() };
-        let mut outputs: Vec<Box<dyn Write>> = Vec::new();
+        let mut outputs: Outputs = Vec::new();
         for rank in 1..count {
             let mut command = Command::new(&program);
             command.arg(FOLLOW).env(RANK, rank.to_string()).env_remove(COUNT);
