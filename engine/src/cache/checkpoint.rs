@@ -19,7 +19,7 @@ use crate::ranks::{Id, Mirror, Operation};
 pub struct Checkpoint {
     position: usize,
     recurrent: RecurrentState,
-    /// Its number on other ranks.
+    /// The number under which other ranks have theirs.
     mirror: Mirror,
 }
 
@@ -27,7 +27,7 @@ pub struct Checkpoint {
 #[derive(Debug, Clone, Default)]
 pub struct State {
     arrays: Vec<Array>,
-    /// Its number on other ranks.
+    /// The number under which other ranks have theirs.
     mirror: Mirror,
 }
 
@@ -42,7 +42,7 @@ impl State {
         Ok(Self { arrays: owned(&self.arrays)?, ..self })
     }
 
-    /// Its number on other ranks.
+    /// The number under which other ranks have theirs.
     pub(super) fn id(&self) -> Option<Id> {
         self.mirror.id()
     }

@@ -19,7 +19,7 @@ pub struct KeyValues {
     pub(super) count: usize,
     /// A layer has two entries if it is dense up to a position and quantized after it.
     pub(super) layers: Vec<Vec<LayerKv>>,
-    /// Their number on other ranks.
+    /// The number under which other ranks have theirs.
     pub(super) mirror: Mirror,
 }
 

@@ -86,7 +86,7 @@ pub struct Cache {
     draft_mark: Option<usize>,
     /// The rows that the layers share with other caches; the reference count is the number of these caches.
     shared: Option<Rc<SharedRows>>,
-    /// Its number on other ranks, which have caches of their parts.
+    /// The number under which other ranks have caches of their parts.
     mirror: Mirror,
 }
 
@@ -135,7 +135,7 @@ impl Cache {
         Self { mirror: Mirror::new(log, made), ..self }
     }
 
-    /// Its number on other ranks.
+    /// The number under which other ranks have theirs.
     pub fn id(&self) -> Option<Id> {
         self.mirror.id()
     }

@@ -20,7 +20,7 @@ pub struct SharedRows {
     pub(super) rows: i32,
     /// For each layer, keys and then values: [1, 2 H_kv, capacity, D].
     pub(super) layers: Vec<Rc<Array>>,
-    /// Their number on other ranks.
+    /// The number under which other ranks have theirs.
     pub(super) mirror: Mirror,
 }
 

@@ -19,7 +19,7 @@ use crate::ranks::{Entry, Id, Layers, Operation, Ranks, Rows};
 /// Follows `log` until it ends, with the part of the model that this one of `ranks` has. Activations are in `dtype`.
 ///
 /// # Errors
-/// Those of the operations, and [`Error::Array`] if this rank has something else than the first one.
+/// The errors of the operations; [`Error::Array`] if this rank has something else than the first one.
 pub fn follow(
     part: &dyn Model,
     ranks: &Ranks,

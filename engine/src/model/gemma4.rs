@@ -331,7 +331,7 @@ struct Moe {
     router: Router,
     experts: Experts,
     post_feedforward_layernorm_2: RmsNorm,
-    /// Those who have parts of the experts.
+    /// The ranks that have parts of the experts.
     ranks: Ranks,
 }
 

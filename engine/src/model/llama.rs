@@ -268,9 +268,9 @@ pub(super) struct SelfAttn {
     /// [H D], of all heads together (OLMo 2).
     q_norm: Option<RmsNorm>,
     k_norm: Option<RmsNorm>,
-    /// Whether they are of all heads together.
+    /// Whether the norms are of all heads together.
     norms_are_whole: bool,
-    /// Of the heads that this rank has.
+    /// The configuration of the heads that this rank has.
     config: AttentionConfig,
     ranks: Ranks,
 }

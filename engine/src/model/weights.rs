@@ -60,7 +60,7 @@ pub struct Weights {
     taps: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
-    /// Those who have parts of the model.
+    /// The ranks that have parts of the model.
     ranks: Ranks,
     /// How layers and vectors are cut among them, by name without `.weight`.
     cuts: HashMap<String, Cut>,
@@ -178,7 +178,7 @@ impl Weights {
         Self { ranks: ranks.clone(), ..self }
     }
 
-    /// Those who have parts of the model.
+    /// The ranks that have parts of the model.
     pub fn ranks(&self) -> &Ranks {
         &self.ranks
     }

@@ -186,7 +186,7 @@ pub struct GatedNorm {
 /// A part of a group of dimensions.
 #[derive(Debug, Clone)]
 pub struct GroupPart {
-    /// Those who have parts of any group, as many of each.
+    /// The ranks that have parts of any group, as many of each.
     pub ranks: Ranks,
     /// Number of groups.
     pub groups: i32,

@@ -67,7 +67,7 @@ pub struct Moe {
     pub groups: Option<Groups>,
     /// An expert for all rows.
     pub shared: Option<Shared>,
-    /// Those who have parts of all experts, also of the shared one.
+    /// The ranks that have parts of all experts, also of the shared one.
     pub ranks: Ranks,
 }
 

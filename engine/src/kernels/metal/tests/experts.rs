@@ -183,7 +183,7 @@ fn the_bits_of_a_row_are_those_of_the_row_alone() {
     }
 }
 
-/// Of the ranks that have parts of the experts, one adds the rows.
+/// One of the ranks that have parts of the experts adds the rows.
 #[test]
 fn rows_are_added_only_if_the_view_says_so() {
     enable(true);
