@@ -85,6 +85,16 @@ impl Writer {
     }
 }
 
+#[cfg(test)]
+impl Writer {
+    /// Waits until all that was queued is written.
+    pub fn wait_until_written(&self) {
+        while self.queued.bytes.load(Ordering::Relaxed) > 0 {
+            std::thread::yield_now();
+        }
+    }
+}
+
 impl Drop for Writer {
     fn drop(&mut self) {
         drop(self.queue.take());
