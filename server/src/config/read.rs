@@ -12,6 +12,9 @@ use toml::de::{DeArray, DeTable, DeValue};
 use super::FileConfig;
 use super::entry::Entry;
 
+/// A file with every key.
+const EVERY_KEY: &str = include_str!("../../../configs/steersman.toml");
+
 /// Most problems of one file that are reported.
 const PROBLEMS: usize = 100;
 
@@ -81,8 +84,13 @@ pub fn read(text: &str) -> (FileConfig, Vec<Problem>) {
     let line = |at: usize| starts.partition_point(|start| *start < at) + 1;
     let (table, errors) = DeTable::parse_recoverable(text);
     let of_syntax = errors.into_iter().take(PROBLEMS).map(|error| {
-        let line = error.span().map(|span| line(span.start));
-        Problem { line, text: error.message().into() }
+        let at = error.span().map(|span| line(span.start));
+        let written = error.span().and_then(|span| text.get(span)).unwrap_or_default();
+        let text = match error.message() {
+            "duplicate key" => format!("duplicate key `{}`", written.trim()),
+            message => message.into(),
+        };
+        Problem { line: at, text }
     });
     let mut problems: Vec<_> = of_syntax.collect();
     let mut root = DeValue::Table(table.into_inner());
@@ -90,9 +98,13 @@ pub fn read(text: &str) -> (FileConfig, Vec<Problem>) {
     add_lines("", &root, &line, &mut lines);
     let source = Source { path: None, lines };
 
-    // What the parser made of a line that is no TOML is not what its author wrote.
+    // What the parser made of a line that is no TOML is not what its author wrote, nor are keys after the head of a table that
+    // is none.
     let damaged: Vec<_> = problems.iter().filter_map(|problem| problem.line).collect();
-    let is_written = |problem: &Problem| !problem.line.is_some_and(|line| damaged.contains(&line));
+    let has_lost_table = problems.iter().any(|problem| problem.text.contains("unclosed table"));
+    let is_written = |problem: &Problem| {
+        !has_lost_table && !problem.line.is_some_and(|line| damaged.contains(&line))
+    };
     let mut removed = Vec::new();
     let file = loop {
         let mut track = Track::new();
@@ -105,7 +117,8 @@ pub fn read(text: &str) -> (FileConfig, Vec<Problem>) {
         };
         let path = track.path();
         let key = key_of(&path);
-        let problem = source.locate(format!("{key}: {error}"));
+        let elsewhere = table_with(&key, &error);
+        let problem = source.locate(format!("{key}: {error}{elsewhere}"));
         let is_removed = remove(&mut root, &mut path.iter());
         problems.extend(is_written(&problem).then_some(problem));
         // Without the key that was meant, its value is the default.
@@ -125,6 +138,25 @@ pub fn read(text: &str) -> (FileConfig, Vec<Problem>) {
         problems.sort();
     }
     (file, problems)
+}
+
+/// The table that has the unknown `key`, which belongs to another one, for the end of its `error`.
+fn table_with(key: &str, error: &str) -> String {
+    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
+    if !error.starts_with("unknown key") || error.contains("did you mean") {
+        return String::new();
+    }
+    let mut of = "";
+    // Keys of tables with names of the user's are comments.
+    for line in EVERY_KEY.lines().map(|line| line.trim_start_matches("# ")) {
+        if let Some(head) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            of = head;
+        } else if line.strip_prefix(name).is_some_and(|rest| rest.starts_with(" = ")) && of != table
+        {
+            return format!("; `{name}` is a key of [{of}]");
+        }
+    }
+    String::new()
 }
 
 /// The key that the author of the unknown `key` probably meant, as `error` suggests it.
@@ -233,6 +265,26 @@ mod tests {
             "line 18: profiles.a.sampling: temperature is 9, must be from 0 to 2",
         ];
         assert_eq!(problems(text), expected);
+    }
+
+    #[test]
+    fn problems_of_the_syntax_are_told_once_and_with_their_keys() {
+        assert_eq!(problems("[server\nport = 1\n"), ["line 1: unclosed table, expected `]`"]);
+        let twice = problems("[server]\nport = 1\nport = 2\n");
+        assert_eq!(twice, ["line 3: duplicate key `port`"]);
+    }
+
+    #[test]
+    fn the_table_of_a_misplaced_key_is_named() {
+        for (text, table) in [
+            ("port = 1", "; `port` is a key of [server]"),
+            ("[model]\nkeep_alive_s = 5", "; `keep_alive_s` is a key of [models.small]"),
+            ("[server]\nmax_running = 5", "; `max_running` is a key of [engine]"),
+        ] {
+            let problems = problems(text);
+            assert!(problems[0].ends_with(table), "{problems:?}");
+        }
+        assert!(!problems("nothing_like_it = 1")[0].contains("is a key of"));
     }
 
     #[test]

@@ -53,7 +53,8 @@ fn describe(server: &ServerConfig, config: &Config) -> Result<String> {
     let cores = machine.cores;
     let title = format!(
         "Configuration of Steersman, written by `steersman init` for {} with {cores} cores. Every key has its default, \
-         so each line may be deleted. \"Here\" says what a default is on this machine.",
+         so each line may be deleted. \"Here\" says what a default is on this machine. Keys that end in _bytes, _s or _ms are \
+         sizes and times: a plain number is in bytes, seconds or milliseconds, a text has its unit, as \"1GiB\" or \"10m\".",
         machine::processor()
     );
     let (_, keys) = DEFAULTS.split_once(FIRST_SECTION).context("the defaults have no [server]")?;
