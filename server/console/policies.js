@@ -7,10 +7,11 @@ import { summary } from "./life.js";
 
 const digest = (sha256) => h("code", { title: sha256 }, sha256 ? sha256.slice(0, 12) : "none");
 
-function use({ profile, position, shadow, breaker }) {
+function use(active, { profile, position, shadow, sha256, breaker }) {
   const health = { closed: ["healthy", "finished"], probation: [`probation, ${breaker.probation_left} left`, "prefill"], open: [`resting for ${breaker.rests_s} s`, "failed"] };
   return h("li", {}, h("a", { href: "#/profiles" }, profile), h("span", { class: "muted small" }, ` position ${position + 1}`),
-    shadow ? chip("shadow") : null, chip(...health[breaker.state]),
+    shadow ? chip("shadow") : null,
+    sha256 === active ? null : h("span", { class: "small" }, "rolled back, runs ", digest(sha256)), chip(...health[breaker.state]),
     breaker.failures_in_a_row ? h("span", { class: "small bad-text" }, `${count(breaker.failures_in_a_row, "failure")} in a row`) : null);
 }
 
@@ -47,7 +48,7 @@ function card(policy, state, act) {
     policy.problem && notice("bad", h("p", { class: "strong" }, `${policy.sha256 ? "The newest version was rejected" : "It did not compile"} at ${time(policy.problem.at)}`), h("pre", { tabindex: "0", "aria-label": "Reason" }, policy.problem.message)),
     h("dl", { class: "facts" }, fact("Contract", policy.contract), fact("File", policy.file ?? "in the binary"),
       fact("Hooks", policy.hooks.join(", ") || "none"), fact("Imports", policy.imports.join(", ") || "none")),
-    h("ul", { class: "uses", "aria-label": "Profiles" }, policy.profiles.map(use)),
+    h("ul", { class: "uses", "aria-label": "Profiles" }, policy.profiles.map((used) => use(policy.sha256, used))),
     versions(policy));
   if (policy.profiles.some((used) => used.shadow)) section.append(shadow(policy, state));
   return section;

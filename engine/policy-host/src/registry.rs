@@ -57,6 +57,9 @@ use crate::tally::{Counted, PolicyCounts, Tallies};
 use crate::trace::Traces;
 use crate::trust::{Signer, Trust};
 
+/// Fewest bytes of a component that takes long to compile.
+const LARGE_BYTES: usize = 4 << 20;
+
 pub use self::history::{HistoryEntry, Origin, Withdrawn};
 pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
 pub use self::source::schema_beside;
@@ -311,10 +314,11 @@ impl Policies {
                 let links = chain.links.iter().enumerate().filter(|(_, (link, _))| link == name);
                 links.map(|(position, &(_, shadow))| {
                     let version = entry.version_of(profile, shadow);
+                    let sha256 = version.as_ref().map(|version| version.sha256());
                     let health =
                         version.map(|version| version.breakers.of(profile, shadow).health());
-                    let health = health.unwrap_or_default();
-                    Use { profile: profile.clone(), position, shadow, health }
+                    let (sha256, health) = (sha256.unwrap_or_default(), health.unwrap_or_default());
+                    Use { profile: profile.clone(), position, shadow, sha256, health }
                 })
             });
             let version = entry.current.as_deref();
@@ -388,6 +392,15 @@ impl Policies {
         bundle: &Bundle,
         urgency: Urgency,
     ) -> Result<Arc<Component>, Error> {
+        let bytes = bundle.component.len();
+        if bytes >= LARGE_BYTES && !self.host.is_compiled(&bundle.component) {
+            let megabytes = bytes as f64 / 1e6;
+            tracing::info!(
+                policy,
+                megabytes,
+                "compiling a large policy: up to a minute of processor time, once"
+            );
+        }
         let component = Component::load_with(&self.host, policy, &bundle.component, urgency)?;
         let component = Arc::new(component);
         self.check(policy, &component, bundle)?;

@@ -60,7 +60,11 @@ impl Client {
                         Some("probation") => " (on probation)".into(),
                         _ => String::new(),
                     };
-                    format!("{}{shadow}{state}", text(&used["profile"]))
+                    let version = match used["sha256"] == policy["sha256"] {
+                        true => String::new(),
+                        false => format!(" (rolled back, runs {})", short(&used["sha256"])),
+                    };
+                    format!("{}{shadow}{version}{state}", text(&used["profile"]))
                 })
                 .collect();
             writeln!(

@@ -66,6 +66,9 @@ struct UseBody {
     profile: String,
     position: usize,
     shadow: bool,
+    /// The version that requests of the profile get: not the active one where that was rolled back; empty if no
+    /// version is active.
+    sha256: String,
     breaker: BreakerBody,
 }
 
@@ -317,8 +320,8 @@ impl From<PolicyReport> for PolicyBody {
 }
 
 impl From<Use> for UseBody {
-    fn from(Use { profile, position, shadow, health }: Use) -> Self {
-        Self { profile, position, shadow, breaker: health.into() }
+    fn from(Use { profile, position, shadow, sha256, health }: Use) -> Self {
+        Self { profile, position, shadow, sha256, breaker: health.into() }
     }
 }
 

@@ -64,6 +64,9 @@ pub struct Use {
     pub position: usize,
     /// Whether it is a shadow.
     pub shadow: bool,
+    /// SHA-256 of the version that requests of the profile get, in hex: not the active one where that was rolled back. Empty if
+    /// no version compiled.
+    pub sha256: String,
     /// Health of the version that requests of the profile get.
     pub health: Health,
 }

@@ -299,6 +299,11 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
         let words = "; its file is unchanged; rolled back to the version before it";
         assert!(problem.contains(words), "{problem}");
         assert!(problem.ends_with(end), "{problem}");
+        // Each profile is reported with the version that it gets.
+        let report = server.report();
+        let gets = |name: &str| report.profiles.iter().find(|one| one.profile == name).unwrap();
+        assert_eq!(gets(profile).sha256, before);
+        assert_eq!(gets("other").sha256 == before, profile == "other");
     }
     let withdrawn = server.report().earlier[0].withdrawn.clone();
     let Some(Withdrawn::Failed(reason)) = withdrawn else { panic!("{withdrawn:?}") };
