@@ -133,6 +133,8 @@ def main():
         names = [span["name"] for span in children]
         assert sorted(set(names)) == ["decode", "hook", "prefill"], names
         assert (names.count("prefill"), names.count("decode")) == (1, 1), names
+        prefill = attributes_of(next(span for span in children if span["name"] == "prefill"))
+        assert prefill["prompt_tokens"] == usage["prompt_tokens"] and prefill["cached_tokens"] == 0, prefill
         hooks = [it["value"]["stringValue"] for span in children for it in span["attributes"] if it["key"] == "hook"]
         assert hooks == ["on-prompt", "on-request", "on-finish"], hooks
         assert all(span["traceId"] == request["traceId"] for span in children)
@@ -152,6 +154,7 @@ def main():
         collector.server_close()
         reply, log = serve(binary, folder, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
         assert reply["choices"][0]["message"]["content"], reply
+        assert "traces are lost" in log and endpoint in log, log
         # Without the variable nothing is sent.
         sent = len(received)
         serve(binary, folder, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""})

@@ -21,6 +21,8 @@ use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::{Layer, Registry};
 
+use crate::throttle::Throttle;
+
 /// Variables of which each turns traces on.
 const ENDPOINTS: [&str; 2] = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
 
@@ -48,7 +50,7 @@ impl Traces {
         let exporter = SpanExporter::builder()
             .with_http()
             .with_protocol(Protocol::HttpJson)
-            .with_http_client(Client(agent))
+            .with_http_client(Client { agent, failed: Throttle::default() })
             .build()
             .context("OTEL_EXPORTER_OTLP_ENDPOINT: traces cannot be sent")?;
         // `OTEL_RESOURCE_ATTRIBUTES` takes precedence over the defaults, and `OTEL_SERVICE_NAME` over both.
@@ -95,13 +97,33 @@ impl Drop for Traces {
 
 /// Sends spans with the HTTP client that this program has. Blocks: it is called on the exporter's thread.
 #[derive(Debug)]
-struct Client(ureq::Agent);
+struct Client {
+    agent: ureq::Agent,
+    failed: Throttle,
+}
 
 #[async_trait]
 impl HttpClient for Client {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let collector = request.uri().clone();
+        let sent = self.send(request);
+        let problem = match &sent {
+            Ok(response) if response.status().is_success() => return sent,
+            Ok(response) => response.status().to_string(),
+            Err(error) => error.to_string(),
+        };
+        // The exporter says so to nobody.
+        if let Some(suppressed) = self.failed.pass() {
+            tracing::warn!(%collector, problem, suppressed, "traces are lost: the collector does not take them");
+        }
+        sent
+    }
+}
+
+impl Client {
+    fn send(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let (parts, body) = request.into_parts();
-        let response = self.0.run(Request::from_parts(parts, body.to_vec()))?;
+        let response = self.agent.run(Request::from_parts(parts, body.to_vec()))?;
         let (parts, mut body) = response.into_parts();
         Ok(Response::from_parts(parts, body.read_to_vec()?.into()))
     }

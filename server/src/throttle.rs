@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Lets one of many equal log lines through in each [`INTERVAL`].
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Throttle(Mutex<State>);
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     last: Option<Instant>,
     suppressed: u64,

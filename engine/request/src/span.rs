@@ -26,6 +26,9 @@ impl RequestSpan {
 
     /// The span of a prompt that runs.
     pub fn prefill(&self, prompt_tokens: usize, cached_tokens: usize) -> Span {
+        // Traces have whole numbers with a sign; others become texts.
+        let number = |tokens| i64::try_from(tokens).unwrap_or(i64::MAX);
+        let (prompt_tokens, cached_tokens) = (number(prompt_tokens), number(cached_tokens));
         tracing::debug_span!(parent: &self.0, "prefill", prompt_tokens, cached_tokens)
     }
 
