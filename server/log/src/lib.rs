@@ -10,6 +10,7 @@ use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
+pub use self::line::without_numbers_of_errors;
 use self::line::{Form, SpanFields};
 pub use self::recent::{Line, Recent};
 

@@ -102,8 +102,18 @@ impl Visit for Fields {
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.record_str(field, &format!("{value:?}"));
+        self.record_str(field, &without_numbers_of_errors(&format!("{value:?}")));
     }
+}
+
+/// `text` without the numbers that the standard library adds to the system's words for an error.
+pub fn without_numbers_of_errors(text: &str) -> String {
+    let mut parts = text.split(" (os error ");
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |text, part| match part.split_once(')') {
+        Some((number, rest)) if number.parse::<i32>().is_ok() => text + rest,
+        _ => text + " (os error " + part,
+    })
 }
 
 impl<S, N> FormatEvent<S, N> for Form
@@ -211,6 +221,21 @@ mod tests {
         fn flush(&mut self) -> std::io::Result<()> {
             Ok(())
         }
+    }
+
+    #[test]
+    fn numbers_of_errors_are_left_out() {
+        let full = "writing a: No space left on device (os error 28); b: gone (os error 2)";
+        let expected = "writing a: No space left on device; b: gone";
+        assert_eq!(without_numbers_of_errors(full), expected);
+        for text in ["", "(os error 2", "a (os error x)"] {
+            assert_eq!(without_numbers_of_errors(text), text);
+        }
+        let lines = logged(Form::Text, || {
+            let error = std::io::Error::from_raw_os_error(28);
+            tracing::warn!(%error, "not saved");
+        });
+        assert!(!lines[0].contains("os error"), "{lines:?}");
     }
 
     /// What `work` logs, line by line.
