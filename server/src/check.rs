@@ -227,6 +227,18 @@ pub fn error_of_policies(
     anyhow!(source.message(&problems))
 }
 
+/// What keeps a server from starting with `config` though its values are right: policies and files of profiles that cannot be
+/// loaded. Policies are compiled with the cache in `storage`.
+pub fn problems_of_files(config: &Config, storage: &Storage) -> Vec<String> {
+    // Loading the policies would create the file.
+    let trace_file = PathBuf::new();
+    let policy = PolicyConfig { trace_file, ..config.policy.clone() };
+    let config = Config { policy, ..config.clone() };
+    let mut problems = problems_of_policies(&config, storage);
+    problems.extend(problems_of_warm_files(&config));
+    problems
+}
+
 /// Policies that cannot be loaded, and their parameters that cannot be used.
 fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
     let (mut problems, profiles) = (Vec::new(), config.profile_policies());

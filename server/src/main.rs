@@ -26,6 +26,7 @@ use steersman::{
     address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk,
     verify,
 };
+use steersman_engine::loading;
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
 use tokio::runtime::Runtime;
@@ -107,7 +108,7 @@ fn status_of(done: Result<()>) -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         // Never print a backtrace: most errors are the user's.
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", steersman_log::without_numbers_of_errors(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }
@@ -141,7 +142,10 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     apply(&mut file);
     let source = file.source.clone();
     let (server, config) = file.check()?;
-    let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
+    let reloader = path
+        .as_deref()
+        .map(|path| Reloader::new(path, Storage::compile_cache(&data_dir), apply))
+        .transpose()?;
     let mut wiring = Wiring {
         keys: Some(Arc::new(keys::KeyFile::open(&data_dir)?)),
         responses: Some(data_dir.join("responses")),
@@ -204,10 +208,12 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
     let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
 
+    let load = loading::begin(&config.model.path, "compiling policies");
     let policies = steersman_engine::policies(&config, &data_dir).map_err(|error| {
         // That is the first problem of the first profile.
         check::error_of_policies(&config, &source, &Storage::compile_cache(&data_dir), error)
     })?;
+    drop(load);
     let Loaded { models, threads, bundled } = models::load(config, &server, &data_dir, &policies)?;
     let (engines, first, all) = (models.engines(), models.first(), models.clone());
 

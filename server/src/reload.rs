@@ -6,10 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use steersman_engine::policy::Storage;
 use tokio::sync::watch;
+use tokio::task::block_in_place;
 use toml::{Table, Value};
 
+use crate::check::problems_of_files;
 use crate::config::{FILE_BYTES, FileConfig, Reloads, ServerConfig};
 use crate::signals::Hangups;
 
@@ -26,6 +29,7 @@ const LIVE: [&str; 6] = [
 /// The configuration file of a running server.
 pub struct Reloader {
     path: PathBuf,
+    storage: Storage,
     /// What the file had when the server started: what runs of the keys that need a restart.
     started: Table,
     /// What it had when it was last read without an error: what runs of the live keys.
@@ -78,18 +82,20 @@ pub struct Changes {
 }
 
 impl Reloader {
-    /// Begins with the file as it is. `options` applies the options of the command line.
+    /// Begins with the file as it is. `options` applies the options of the command line; policies are compiled with the cache
+    /// in `storage`, to find out whether a server would start with a file.
     ///
     /// # Errors
     /// If it cannot be read.
     pub fn new(
         path: &Path,
+        storage: Storage,
         options: impl Fn(&mut FileConfig) + Send + 'static,
     ) -> Result<(Self, Reloads)> {
         let (reloads, receiver) = watch::channel(None);
         let (path, started, options) = (path.to_path_buf(), read(path)?, Box::new(options));
         let (applied, counts) = (started.clone(), Arc::default());
-        Ok((Self { path, started, applied, options, reloads, counts }, receiver))
+        Ok((Self { path, storage, started, applied, options, reloads, counts }, receiver))
     }
 
     /// Reads the file again and applies what can be applied.
@@ -110,7 +116,11 @@ impl Reloader {
     fn apply(&mut self) -> Result<Changes> {
         let mut file = FileConfig::read(&self.path)?;
         (self.options)(&mut file);
-        let (server, _) = file.check()?;
+        let source = file.source.clone();
+        let (server, config) = file.check()?;
+        let problems = problems_of_files(&config, &self.storage).into_iter();
+        let problems: Vec<_> = problems.map(|problem| source.locate(problem)).collect();
+        ensure!(problems.is_empty(), "{}", source.message(&problems));
         let new = read(&self.path)?;
         let (applied, _) = changed(&self.applied, &new);
         let (_, need_restart) = changed(&self.started, &new);
@@ -123,7 +133,8 @@ impl Reloader {
     pub async fn run(mut self, mut hangups: Hangups) {
         while hangups.next().await {
             let path = self.path.display().to_string();
-            match self.reload() {
+            // Policies that are not in the cache are compiled.
+            match block_in_place(|| self.reload()) {
                 Ok(Changes { applied, need_restart }) => {
                     let (applied, need_restart) = (applied.join(", "), need_restart.join(", "));
                     tracing::info!(path, applied, need_restart, "configuration reloaded");
@@ -191,7 +202,10 @@ mod tests {
         let write = |text: &str| std::fs::write(&path, text).unwrap();
         write("[server]\napi_keys = ['a']\nport = 1\n[profiles.p.limits]\nrequests = 1\n");
         let (mut reloader, reloads) =
-            Reloader::new(&path, |file| file.model.name = "mine".into()).unwrap();
+            Reloader::new(&path, Storage::compile_cache(folder.path()), |file| {
+                file.model.name = "mine".into();
+            })
+            .unwrap();
         assert_eq!(reloader.reload().unwrap(), Changes::default());
         write(
             "[server]\napi_keys = ['b']\nport = 2\nadmin_keys = ['c']\n[aliases]\n\"gpt.4\" = 'mine'\n\
@@ -215,8 +229,15 @@ mod tests {
         assert!(error.contains("server.api_keys"), "{error}");
         write("[server\n");
         assert!(reloader.reload().is_err());
+        // A server would not start with it: its operators learn that before they restart it.
+        write("[profiles.team]\npolicies = ['defaul']\n");
+        let error = format!("{:#}", reloader.reload().unwrap_err());
+        assert!(
+            error.contains("line 2: profiles.team.policies") && error.contains("defaul"),
+            "{error}"
+        );
         let counts = reloader.counts();
-        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 2, false));
+        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 3, false));
         assert!(Arc::ptr_eq(&server, &reloads.borrow().clone().unwrap()));
         write("[server]\nport = 2\n");
         let changes = reloader.reload().unwrap();
