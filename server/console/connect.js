@@ -115,12 +115,13 @@ const CLIENTS = [
     "Claude Code",
     "Shell",
     "Run it in the folder of a project.",
-    ({ base, model, needsKey }) => [
+    ({ base, model, needsKey, context }) => [
       `export ANTHROPIC_BASE_URL=${base}`,
       `export ANTHROPIC_AUTH_TOKEN=${needsKey ? `"$${KEY}"` : "none"}`,
       "# The names `opus`, `sonnet` and `haiku` stand for this model, too.",
       `export ANTHROPIC_MODEL=${word(model)} ANTHROPIC_DEFAULT_OPUS_MODEL=${word(model)} \\`,
       `  ANTHROPIC_DEFAULT_SONNET_MODEL=${word(model)} ANTHROPIC_DEFAULT_HAIKU_MODEL=${word(model)}`,
+      context && `export CLAUDE_CODE_MAX_CONTEXT_TOKENS=${context}`,
       "export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
       "claude",
     ],

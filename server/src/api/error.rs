@@ -312,9 +312,9 @@ impl ApiError {
 
     /// An operation for operators, without one of their keys.
     pub fn not_an_operator() -> Self {
-        let message = "an operator's key is required: send `Authorization: Bearer KEY`, with one \
-                       of the admin_keys of the server's configuration (`steersman policy` takes it from \
-                       STEERSMAN_ADMIN_KEY or --key)";
+        let message = "an operator's key is required: send `Authorization: Bearer KEY`, with a key that \
+                       `steersman keys create NAME --operator` makes, or one of server.admin_keys (`steersman \
+                       policy` takes it from STEERSMAN_ADMIN_KEY or --key)";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_admin_key", "", message)
     }
