@@ -65,6 +65,8 @@ struct Link {
 }
 
 struct Process {
+    /// The supervisor that started it, and its attempt.
+    started_by: (usize, Generation),
     generation: Generation,
     ready_at: Millis,
     is_ready: bool,
@@ -96,6 +98,8 @@ struct World {
     now: Millis,
     random: Random,
     supervisor: Supervisor,
+    /// Number of supervisors so far.
+    supervisors: usize,
     hosts: Vec<Host>,
     addresses_at: Option<Millis>,
     serving: Option<Generation>,
@@ -122,6 +126,7 @@ impl World {
             now: 0,
             random: Random(seed),
             supervisor: Supervisor::new(ranks),
+            supervisors: 1,
             hosts: (0..ranks).map(|_| host()).collect(),
             addresses_at: None,
             serving: None,
@@ -161,7 +166,7 @@ impl World {
 
     fn fault(&mut self) {
         let rank = self.random.below(self.hosts.len());
-        let kind = self.random.below(6);
+        let kind = self.random.below(7);
         let is_part = self.serving.is_some()
             && self.hosts[rank].process.as_ref().map(|process| process.generation) == self.serving;
         match kind {
@@ -195,7 +200,21 @@ impl World {
                 }
                 return;
             }
-            // A process does not end on its own account, but is slow to begin.
+            // The supervisor crashes, and another one begins.
+            5 => {
+                self.supervisor = Supervisor::new(self.hosts.len());
+                self.supervisors += 1;
+                (self.serving, self.addresses_at) = (None, None);
+                self.broken.fill(None);
+                for rank in 0..self.hosts.len() {
+                    if self.hosts[rank].link.take().is_some() {
+                        let now = self.now;
+                        self.agent(rank, |agent| agent.disconnected(now));
+                    }
+                }
+                return;
+            }
+            // A process is slow to begin.
             _ => {
                 if let Some(process) = &mut self.hosts[rank].process {
                     process.ready_at += 4_000;
@@ -285,11 +304,13 @@ impl World {
                 AgentAction::Spawn { generation, addresses } => {
                     assert_eq!(addresses.len(), self.hosts.len());
                     let others = self.hosts.iter().filter_map(|host| host.process.as_ref());
+                    let started_by = (self.supervisors, generation);
                     for other in others {
-                        assert_eq!(other.generation, generation, "two generations run at once");
+                        assert_eq!(other.started_by, started_by, "two generations run at once");
                     }
                     let ready_at = self.delay(LOADING_MS);
                     self.hosts[rank].process = Some(Process {
+                        started_by,
                         generation,
                         ready_at,
                         is_ready: false,
