@@ -13,6 +13,7 @@
 //! - Nobody waits without a deadline: what is heard of no more is given up after [`SILENCE_MS`].
 
 mod agent;
+pub mod hello;
 mod supervisor;
 
 use serde::{Deserialize, Serialize};
