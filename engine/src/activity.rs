@@ -82,6 +82,8 @@ pub struct ActivityReporter(Arc<Mutex<State>>);
 struct State {
     activity: Activity,
     rate: Rate,
+    /// When the engine thread began what it does; `None` while it waits for requests.
+    began: Option<Instant>,
 }
 
 /// Tokens in a second: each token counts less and less as time passes.
@@ -136,6 +138,16 @@ impl ActivityReporter {
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Activity)) {
         change(&mut self.0.lock().activity);
+    }
+
+    /// The engine thread begins a turn of its loop, or waits for requests.
+    pub(crate) fn set_busy(&self, is_busy: bool) {
+        self.0.lock().began = is_busy.then(Instant::now);
+    }
+
+    /// How long the engine thread has been in the same turn of its loop; `None` while it waits for requests.
+    pub fn busy_for(&self) -> Option<Duration> {
+        self.0.lock().began.map(|began| began.elapsed())
     }
 
     /// The current values.

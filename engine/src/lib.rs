@@ -51,8 +51,12 @@ pub mod tools {
     pub use crate::model::model_types;
     /// Several ranks that compute a model together.
     pub mod ranks {
-        pub use crate::decode::{follow_first_rank, load_as_first_rank, load_on_threads};
-        pub use crate::ranks::Backend;
+        pub use crate::decode::{
+            FollowingRank, Outputs, join_ranks, load_as_first_rank, load_on_threads,
+            start_as_first_rank, weights_digest,
+        };
+        pub use crate::ranks::entries::read as read_log;
+        pub use crate::ranks::{Backend, Entry, Ranks};
     }
     pub use crate::schedule::memory::Machine;
     pub use crate::store::{

@@ -168,6 +168,12 @@ pub struct Serve {
     /// Port to listen on; 0 chooses a free one
     #[arg(long, value_parser = whole(0..=u16::MAX))]
     pub port: Option<u16>,
+    /// Compute the model of [model] with this many processes of this machine, each of which has a part of its weights
+    #[arg(long, default_value_t = 1, value_parser = whole(1..=64_u32), value_name = "COUNT")]
+    pub ranks: u32,
+    /// What carries the arrays of several ranks [default: nccl on NVIDIA GPUs, ring otherwise]
+    #[arg(long, value_enum)]
+    pub over: Option<Over>,
 }
 
 /// Reasoning is dimmed; /help lists the commands. Lines are kept in `chat_history` in the data folder.
@@ -260,12 +266,12 @@ pub struct Verify {
     /// Maximum number of tokens of each reply
     #[arg(long, default_value_t = 128, value_parser = whole(1..=65_536_u32))]
     pub tokens: u32,
-    /// Compute with this many ranks, which are threads of this process: what several machines would compute
+    /// Compute with this many ranks: what several machines would compute
     #[arg(long, default_value_t = 1, value_parser = whole(1..=8_u32), value_name = "COUNT")]
     pub ranks: u32,
-    /// What carries the arrays of several ranks
-    #[arg(long, value_enum, default_value = "threads")]
-    pub over: Over,
+    /// What carries the arrays of several ranks, which are processes then [default: ranks are threads of one process]
+    #[arg(long, value_enum)]
+    pub over: Option<Over>,
 }
 
 #[derive(Args)]

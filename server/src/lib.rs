@@ -13,6 +13,7 @@
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
 //! words.rs     errors of deserializers in the words of JSON and TOML
+//! ranks.rs, ranks/ processes that compute one model together: how they are started, watched and connected
 //! reload.rs    what SIGHUP changes
 //! keys.rs      keys in the data folder, and `steersman keys`
 //! link.rs      the one-time link that makes the owner of a local server its operator

@@ -47,7 +47,8 @@ impl Local {
         file.server.admin_keys.clear();
         let (server, config) = file.check()?;
         let policies = steersman_engine::policies(&config, data_dir)?;
-        let Loaded { models, threads, .. } = models::load(config, &server, data_dir, &policies)?;
+        let Loaded { models, threads, .. } =
+            models::load(config, &server, data_dir, &policies, steersman_engine::start)?;
         let all = models.clone();
         let runtime = Runtime::new().context("starting the runtime")?;
         let listener = runtime.block_on(serve::listen(&server))?;
@@ -62,7 +63,8 @@ impl Local {
                 // A dropped sender stops it, too.
                 let _ = stopped.await;
             };
-            serve::run(listener, app, &server, stop).await;
+            // A signal ends the process of a command.
+            serve::run(listener, app, &server, stop, std::future::pending()).await;
         });
         Ok(Self { runtime, address, key, stop, serving, models: all, threads })
     }

@@ -3,6 +3,7 @@
 mod cli;
 
 use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -12,23 +13,28 @@ use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 use futures_util::future::select_all;
 use steersman::bench::{model, shape};
-use steersman::config::FileConfig;
+use steersman::config::{FileConfig, ServerConfig};
 use steersman::manage::Task;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::program::Program;
+use steersman::ranks::{Launch, Member, Over, Part, Supervised};
 use steersman::reload::Reloader;
+use steersman::shutdown::Stage;
 use steersman::signals::Signals;
 use steersman::system::start_time;
 use steersman::telemetry::Traces;
+use steersman::verify::On;
 use steersman::wiring::Wiring;
 use steersman::{
     address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk,
     verify,
 };
+use steersman_engine::config::Config;
 use steersman_engine::loading;
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
+use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 
 use self::cli::{
@@ -55,9 +61,9 @@ fn main() -> ExitCode {
     start_time();
     if ranks::is_follower() {
         steersman_log::to_stderr();
-        return status_of(ranks::follow(std::io::stdin().lock()));
+        return status_of(ranks::follow());
     }
-    let cli = Cli::parse();
+    let cli = Cli::parse_from(ranks::arguments());
     match cli.command {
         Command::Chat(_)
         | Command::Run(_)
@@ -71,14 +77,19 @@ fn main() -> ExitCode {
         let location = panic.location().map(ToString::to_string);
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
+    let member = match ranks::is_first().then(Member::from_stdin).transpose() {
+        Ok(member) => member,
+        Err(error) => return status_of(Err(error)),
+    };
+    let rank = member.clone();
     let done = match cli.command {
-        Command::Serve(options) => traced(|log| serve(options, log)),
+        Command::Serve(options) => traced(|log| serve(options, log, member)),
         Command::Chat(options) => chat(options),
         Command::Run(options) => run(options),
         Command::Doctor(options) => doctor(options),
         Command::Init(options) => doctor::init(&options.file, &mut std::io::stdout().lock()),
         Command::Check(options) => check(options),
-        Command::Verify(options) => verify(options),
+        Command::Verify(options) => verify(options, member),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
         Command::Mcp(options) => mcp(options),
@@ -97,6 +108,9 @@ fn main() -> ExitCode {
         Command::Search(options) => managed(options, Task::Search),
         Command::Completions(options) => completions(options.shell, &mut std::io::stdout()),
     };
+    if let Some((rank, error)) = rank.zip(done.as_ref().err()) {
+        rank.say_failed(error);
+    }
     status_of(done)
 }
 
@@ -128,9 +142,10 @@ fn traced(work: impl FnOnce(steersman_log::Recent) -> Result<()>) -> Result<()> 
     done
 }
 
-fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
+/// Serves, as the first of several ranks if `member` is that.
+fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>) -> Result<()> {
     let began = Instant::now();
-    let Serve { common, model, host, port } = options;
+    let Serve { common, model, host, port, ranks, over } = options;
     let (path, device) = (common.place.config.clone(), common.device);
     let (mut file, data_dir) = common.read(model.clone())?;
     let apply = move |file: &mut FileConfig| {
@@ -142,6 +157,9 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     apply(&mut file);
     let source = file.source.clone();
     let (server, config) = file.check()?;
+    if ranks > 1 && member.is_none() {
+        return supervise(config, &server, data_dir, ranks as usize, over);
+    }
     let reloader = path
         .as_deref()
         .map(|path| Reloader::new(path, Storage::compile_cache(&data_dir), apply))
@@ -158,7 +176,10 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
 
     let runtime = Runtime::new().context("starting the runtime")?;
     let entered = runtime.enter();
-    let Signals { stop: mut stop_signals, hangups } = Signals::install()?;
+    let Signals { stop: mut stop_signals, hangups } = match &member {
+        Some(member) => member.signals()?,
+        None => Signals::install()?,
+    };
     drop(entered);
     // With a file, a signal that arrives while models are loaded is for the time after.
     let hangups = match reloader {
@@ -169,7 +190,13 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
         }
     };
     // Before loading the model: that takes long, and a port in use should fail at once.
-    let listener = runtime.block_on(serve::listen(&server))?;
+    let listener = match &member {
+        Some(member) => {
+            let _entered = runtime.enter();
+            TcpListener::from_std(member.listener()?)?
+        }
+        None => runtime.block_on(serve::listen(&server))?,
+    };
     let address = listener.local_addr().context("reading the address")?;
     if !address.ip().is_loopback() && server.api_keys.is_empty() && !wiring.has_key() {
         tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
@@ -187,10 +214,11 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     // Answers 503 while the models are loaded.
     let loaded_app = Arc::new(OnceLock::new());
     let (loaded, models) = tokio::sync::oneshot::channel::<Models>();
+    let (mut more_signals, rank) = (stop_signals.clone(), member.clone());
     let stop = async move {
         let models = tokio::select! {
             models = models => models,
-            () = stop_signals.next() => {
+            () = stop_signals.reach(1) => {
                 tracing::info!("server stopped while its models were loaded");
                 exit::at_once(0)
             }
@@ -199,14 +227,38 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
         let Ok(models) = models else { return std::future::pending().await };
         let ended = select_all(models.engines().iter().map(|engine| Box::pin(engine.ended())));
         tokio::select! {
-            () = stop_signals.next() => {}
+            () = stop_signals.reach(1) => {}
             // Without its engine the server would refuse every request.
             _ = ended => {}
             () = models.broken() => {}
         }
     };
+    let cut_off = async move {
+        let lost = async {
+            match rank {
+                Some(rank) => rank.ends().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = more_signals.reach(2) => Stage::CuttingOff,
+            reason = lost => {
+                tracing::warn!(reason, "the ranks end");
+                Stage::RankLost
+            }
+        }
+    };
     let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
-    let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
+    let serving =
+        runtime.spawn(async move { serve::run(listener, app, &settings, stop, cut_off).await });
+
+    let engine = Arc::new(OnceLock::<Engine>::new());
+    let lead = member.as_ref().map(|member| {
+        let engine = engine.clone();
+        member.beat(move || engine.get()?.info().activity.busy_for())?;
+        member.lead(config.model.device)
+    });
+    let lead = lead.transpose()?;
 
     let load = loading::begin(&config.model.path, "compiling policies");
     let policies = steersman_engine::policies(&config, &data_dir).map_err(|error| {
@@ -214,8 +266,18 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
         check::error_of_policies(&config, &source, &Storage::compile_cache(&data_dir), error)
     })?;
     drop(load);
-    let Loaded { models, threads, bundled } = models::load(config, &server, &data_dir, &policies)?;
+    let Loaded { models, threads, bundled } =
+        models::load(config, &server, &data_dir, &policies, |config, folder, data, policies| {
+            match lead {
+                Some(lead) => lead.start(config, folder, data, policies),
+                None => steersman_engine::start(config, folder, data, policies),
+            }
+        })?;
     let (engines, first, all) = (models.engines(), models.first(), models.clone());
+    if let Some(member) = &member {
+        engine.get_or_init(|| first.clone());
+        member.say_ready()?;
+    }
 
     let Info { model, numbers, .. } = first.info();
     let demonstration = if bundled {
@@ -274,6 +336,25 @@ fn serve(options: Serve, log: steersman_log::Recent) -> Result<()> {
     join(threads.into_iter().chain(all.take_threads()).collect())?;
     tracing::info!("server stopped");
     Ok(())
+}
+
+/// Starts a server whose model is computed by `count` ranks, and starts them again until a signal stops it.
+fn supervise(
+    mut config: Config,
+    server: &ServerConfig,
+    data_dir: PathBuf,
+    count: usize,
+    over: Option<Over>,
+) -> Result<()> {
+    let runtime = Runtime::new().context("starting the runtime")?;
+    let _entered = runtime.enter();
+    // Before files are downloaded: a port in use should fail at once.
+    let listener = runtime.block_on(serve::listen(server))?.into_std()?;
+    let folder = find(&mut config, &data_dir)?.folder;
+    let over = over.unwrap_or_else(|| Over::of(config.model.device));
+    let part = Part { folder, config: config.model, data_dir: data_dir.clone() };
+    let launch = Launch::new(over, part)?;
+    ranks::supervise(Supervised { launch, count, listener, data_dir }, server)
 }
 
 /// Waits for the engine threads; then their saved state is on disk.
@@ -363,7 +444,8 @@ fn check(options: Check) -> Result<()> {
     check::run(&file, data_dir.as_deref(), &storage, this_program(), out)
 }
 
-fn verify(options: Verify) -> Result<()> {
+/// Verifies, as the first of several ranks if `member` is that.
+fn verify(options: Verify, member: Option<Arc<Member>>) -> Result<()> {
     let (mut file, data_dir) = options.common.read(options.model)?;
     if let Some(model) = options.draft_model {
         file.speculation.draft_model = model;
@@ -371,10 +453,15 @@ fn verify(options: Verify) -> Result<()> {
     let (_, mut config) = file.check()?;
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
-    if options.ranks > 1 {
-        ranks::become_first(options.over, options.ranks, &data_dir)?;
+    let count = options.ranks as usize;
+    if let (2.., Some(over), None) = (count, options.over, &member) {
+        let part = Part { folder: found.folder, config: config.model, data_dir: data_dir.clone() };
+        return ranks::run_once(over, count, part, &data_dir);
     }
-    let on = verify::On { ranks: options.ranks, over: options.over };
+    let on = match member {
+        Some(member) => On::Processes(member.lead(config.model.device)?),
+        None => On::Threads(count),
+    };
     verify::run(config, &found, &data_dir, &prompts, options.tokens as usize, on)
 }
 

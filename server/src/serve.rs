@@ -39,7 +39,6 @@ use crate::connections::{Connection, Connections};
 use crate::console;
 use crate::heap;
 use crate::shutdown::{Shutdown, Stage};
-use crate::signals::StopSignals;
 use crate::throttle::Throttle;
 
 /// Bytes of a request's head, and of the buffers of a connection.
@@ -86,6 +85,17 @@ pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
     })
 }
 
+/// The app while no ranks serve, as `why` says: every answer is a 503.
+pub fn without_ranks(why: watch::Receiver<Option<String>>) -> Router {
+    Router::new().fallback(async move |request: Request| match console_file(&request) {
+        Some(file) => with_id(file, request_id::of(request.headers())),
+        None => {
+            let health = json!({"status": "rank_lost", "reason": *why.borrow()});
+            answer_without_app(&request, health, ApiError::rank_lost())
+        }
+    })
+}
+
 /// The answer while no app does: 503, with `health` for `/health` and `error` for all else.
 fn answer_without_app<B>(request: &Request<B>, health: Value, error: ApiError) -> Response {
     let (path, headers) = (request.uri().path(), request.headers());
@@ -125,13 +135,14 @@ fn loading() -> Value {
     body
 }
 
-/// Serves until `stop` is ready, then waits for running requests until `server.shutdown_s` is over or
-/// a second stop signal arrives. Requests that still run then end with an error.
+/// Serves until `stop` is ready, then waits for running requests until `server.shutdown_s` is over.
+/// Requests that still run then, or when `cut_off` is ready, end with the error of its stage.
 pub async fn run(
     listener: TcpListener,
     app: Router,
     config: &ServerConfig,
     stop: impl Future<Output = ()>,
+    cut_off: impl Future<Output = Stage>,
 ) {
     // Around all answers of a connection, also those before the models are loaded.
     let app = app.layer(from_fn(unread::drain));
@@ -150,37 +161,38 @@ pub async fn run(
         };
         tokio::spawn(client.serve(stream));
     });
-    tokio::select! {
-        () = stop => {}
-        () = accepting => {}
-        () = heap::return_while_idle() => {}
-    }
+    let mut cut_off = pin!(cut_off);
+    let end = tokio::select! {
+        () = stop => None,
+        () = accepting => None,
+        () = heap::return_while_idle() => None,
+        end = cut_off.as_mut() => Some(end),
+    };
     drop(serving);
-    let another_stop = async {
-        match StopSignals::install() {
-            Ok(mut signals) => signals.next().await,
-            Err(error) => {
-                tracing::warn!(%error, "a second signal will not stop the server");
-                std::future::pending().await
+    let end = match end {
+        Some(end) => end,
+        None => {
+            stage.send_replace(Stage::Finishing);
+            let count = connections.count();
+            tracing::info!(connections = count, "draining: running requests may finish");
+            // Load balancers and clients learn why they are not served.
+            let refused = Arc::new(Throttle::default());
+            let refuse_new = accept(&listener, &connections, |stream, connection| {
+                let refused = refused.clone();
+                tokio::spawn(refuse_while_draining(stream, connection, idle_timeout, refused));
+            });
+            tokio::select! {
+                () = stage.closed() => return,
+                () = refuse_new => Stage::CuttingOff,
+                () = sleep(Duration::from_secs(config.shutdown_s)) => Stage::CuttingOff,
+                end = cut_off => end,
             }
         }
     };
-    stage.send_replace(Stage::Finishing);
-    tracing::info!(connections = connections.count(), "draining: running requests may finish");
-    // Load balancers and clients learn why they are not served.
-    let refused = Arc::new(Throttle::default());
-    let refuse_new = accept(&listener, &connections, |stream, connection| {
-        tokio::spawn(refuse_while_draining(stream, connection, idle_timeout, refused.clone()));
-    });
-    tokio::select! {
-        () = stage.closed() => return,
-        () = refuse_new => {}
-        () = sleep(Duration::from_secs(config.shutdown_s)) => {}
-        () = another_stop => {}
-    }
     let connections = connections.count();
-    tracing::warn!(connections, "shutdown timed out; ending running requests");
-    stage.send_replace(Stage::CuttingOff);
+    let reason = if end == Stage::RankLost { "rank lost" } else { "shutdown" };
+    tracing::warn!(connections, reason, "ending running requests");
+    stage.send_replace(end);
     // A client that does not read its reply is not waited for.
     let _ = timeout(LAST_REPLIES, stage.closed()).await;
 }

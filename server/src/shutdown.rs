@@ -11,6 +11,8 @@ pub enum Stage {
     Finishing,
     /// Running requests end with an error.
     CuttingOff,
+    /// Running requests end with an error, as a rank has ended with which they are computed.
+    RankLost,
 }
 
 /// Tells the handler of a request when it must end. An extension of each request from a connection.
@@ -18,9 +20,10 @@ pub enum Stage {
 pub struct Shutdown(pub(crate) watch::Receiver<Stage>);
 
 impl Shutdown {
-    /// Waits until the time for running requests is over.
-    pub async fn cuts_off(&mut self) {
+    /// Waits until the time for running requests is over; returns why.
+    pub async fn cuts_off(&mut self) -> Stage {
         self.reaches(Stage::CuttingOff).await;
+        *self.0.borrow()
     }
 
     /// Waits until the shutdown has reached `stage`.

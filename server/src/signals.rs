@@ -12,7 +12,8 @@
 use anyhow::Context;
 use anyhow::Result;
 #[cfg(unix)]
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 /// SIGXFSZ, which tokio does not name: its number on macOS, and on Linux with x86-64 and aarch64.
 #[cfg(unix)]
@@ -26,19 +27,12 @@ pub struct Signals {
     pub hangups: Hangups,
 }
 
-/// SIGINT and SIGTERM, or Ctrl-C.
-pub struct StopSignals {
-    #[cfg(unix)]
-    interrupt: Signal,
-    #[cfg(unix)]
-    terminate: Signal,
-}
+/// SIGINT and SIGTERM, or Ctrl-C, or what the parent of this process says in their place.
+#[derive(Clone)]
+pub struct StopSignals(watch::Receiver<u32>);
 
-/// SIGHUP.
-pub struct Hangups {
-    #[cfg(unix)]
-    signal: Signal,
-}
+/// SIGHUP, or what the parent of this process says in its place.
+pub struct Hangups(watch::Receiver<u32>);
 
 impl Signals {
     /// Installs the handlers, within a runtime. A signal that arrives before somebody waits for it is kept.
@@ -47,7 +41,6 @@ impl Signals {
     /// If the system refuses.
     #[cfg(unix)]
     pub fn install() -> Result<Self> {
-        let on = |kind| signal(kind).context("installing handlers of signals");
         for (name, kind) in [
             ("SIGUSR1", SignalKind::user_defined1()),
             ("SIGUSR2", SignalKind::user_defined2()),
@@ -60,10 +53,13 @@ impl Signals {
                 }
             });
         }
-        Ok(Self {
-            stop: StopSignals::install()?,
-            hangups: Hangups { signal: on(SignalKind::hangup())? },
-        })
+        let (stops, stop) = watch::channel(0);
+        for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
+            count(kind, stops.clone())?;
+        }
+        let (hangups, counted) = watch::channel(0);
+        count(SignalKind::hangup(), hangups)?;
+        Ok(Self { stop: StopSignals(stop), hangups: Hangups(counted) })
     }
 
     /// There are none but Ctrl-C.
@@ -72,42 +68,47 @@ impl Signals {
     /// None.
     #[cfg(not(unix))]
     pub fn install() -> Result<Self> {
-        Ok(Self { stop: StopSignals::install()?, hangups: Hangups {} })
+        let (stops, stop) = watch::channel(0);
+        tokio::spawn(async move {
+            while tokio::signal::ctrl_c().await.is_ok() {
+                stops.send_modify(|count| *count += 1);
+            }
+        });
+        Ok(Self { stop: StopSignals(stop), hangups: Hangups(watch::channel(0).1) })
+    }
+
+    /// Those that are counted by the parent of this process, whose own are ignored.
+    ///
+    /// # Errors
+    /// If the system refuses to ignore them.
+    pub fn of_parent(stops: watch::Receiver<u32>, hangups: watch::Receiver<u32>) -> Result<Self> {
+        Self::install()?;
+        Ok(Self { stop: StopSignals(stops), hangups: Hangups(hangups) })
     }
 }
 
-impl StopSignals {
-    /// Installs their handlers, within a runtime.
-    ///
-    /// # Errors
-    /// If the system refuses.
-    #[cfg(unix)]
-    pub fn install() -> Result<Self> {
-        let on = |kind| signal(kind).context("installing handlers of signals");
-        Ok(Self {
-            interrupt: on(SignalKind::interrupt())?,
-            terminate: on(SignalKind::terminate())?,
-        })
-    }
+#[cfg(unix)]
+fn on(kind: SignalKind) -> Result<tokio::signal::unix::Signal> {
+    signal(kind).context("installing handlers of signals")
+}
 
-    /// There are none but Ctrl-C.
-    ///
-    /// # Errors
-    /// None.
-    #[cfg(not(unix))]
-    pub fn install() -> Result<Self> {
-        Ok(Self {})
-    }
-
-    /// Waits for the next one.
-    pub async fn next(&mut self) {
-        #[cfg(unix)]
-        tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
+/// Counts signals of one kind.
+#[cfg(unix)]
+fn count(kind: SignalKind, counted: watch::Sender<u32>) -> Result<()> {
+    let mut signals = on(kind)?;
+    tokio::spawn(async move {
+        while signals.recv().await.is_some() {
+            counted.send_modify(|count| *count += 1);
         }
-        #[cfg(not(unix))]
-        if tokio::signal::ctrl_c().await.is_err() {
+    });
+    Ok(())
+}
+
+impl StopSignals {
+    /// Waits until so many have come.
+    pub async fn reach(&mut self, count: u32) {
+        if self.0.wait_for(|stops| *stops >= count).await.is_err() {
+            // Whoever counts them has ended, with the runtime or the process.
             std::future::pending::<()>().await;
         }
     }
@@ -116,10 +117,7 @@ impl StopSignals {
 impl Hangups {
     /// Waits for the next one. Several that arrive meanwhile are one. False if there will be none.
     pub async fn next(&mut self) -> bool {
-        #[cfg(unix)]
-        return self.signal.recv().await.is_some();
-        #[cfg(not(unix))]
-        return std::future::pending().await;
+        self.0.changed().await.is_ok()
     }
 
     /// Ignores them, with a line in the log.

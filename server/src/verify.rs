@@ -15,7 +15,7 @@ use steersman_engine::tools::{Decoder, ranks};
 
 use crate::config::FILE_BYTES;
 use crate::hub::Found;
-use crate::ranks::{Others, Over};
+use crate::ranks::Lead;
 
 /// Built-in prompts, each with whether reasoning is enabled: replies that repeat the prompt, that
 /// repeat themselves, and that do neither.
@@ -40,17 +40,11 @@ const PROMPTS: &[(&str, bool)] = &[
 ];
 
 /// The ranks that compute.
-#[derive(Debug, Clone, Copy)]
-pub struct On {
-    /// How many there are.
-    pub ranks: u32,
-    /// What carries their arrays.
-    pub over: Over,
-}
-
-impl On {
-    /// One process.
-    const ALONE: Self = Self { ranks: 1, over: Over::Threads };
+pub enum On {
+    /// So many threads of this process: one computes alone.
+    Threads(usize),
+    /// Processes, of which this is the first.
+    Processes(Lead),
 }
 
 /// A prompt in a file given with `--prompts`.
@@ -114,35 +108,30 @@ fn user(text: &str) -> Message {
 /// Loads a model without the prefix store, and prints its name, family, device and number format.
 pub(crate) fn load(config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
     let policies = steersman_engine::policies(&config, data_dir)?;
-    Ok(load_on(On::ALONE, config, found, data_dir, policies)?.1)
+    load_on(On::Threads(1), config, found, data_dir, policies)
 }
 
-/// As [`load`], on several ranks, of which those that are processes end with the first value.
+/// As [`load`], on several ranks.
 fn load_on(
     on: On,
     mut config: Config,
     found: &Found,
     data_dir: &Path,
     policies: Arc<Policies>,
-) -> Result<(Option<Others>, Decoder)> {
+) -> Result<Decoder> {
     config.store.enabled = false;
-    let (folder, count) = (&found.folder, on.ranks as usize);
-    let (others, loaded) = match on.over {
-        Over::Ring | Over::Nccl if count > 1 => {
-            let (others, backend, outputs) =
-                Others::start(on.over, on.ranks, folder, &config.model)?;
-            let loaded =
-                ranks::load_as_first_rank(config, folder, data_dir, policies, backend, outputs);
-            (Some(others), loaded)
+    let folder = &found.folder;
+    let loaded = match on {
+        On::Threads(count) => ranks::load_on_threads(config, folder, data_dir, policies, count),
+        On::Processes(Lead { ranks, outputs }) => {
+            ranks::load_as_first_rank(config, folder, data_dir, policies, ranks, outputs)
         }
-        _ => (None, ranks::load_on_threads(config, folder, data_dir, policies, count)),
     };
     let (decoder, info) =
         loaded.with_context(|| format!("loading the model in {}", folder.display()))?;
-    let of_ranks = if count > 1 { format!(", {count} ranks") } else { String::new() };
     let mut out = std::io::stdout();
-    writeln!(out, "{} ({}) on {}{of_ranks}", info.model, info.family, info.numbers)?;
-    Ok((others, decoder))
+    writeln!(out, "{} ({}) on {}", info.model, info.family, info.numbers)?;
+    Ok(decoder)
 }
 
 /// Computes the replies to `requests` on every decode path and prints the comparison.
@@ -159,8 +148,9 @@ pub fn run(
 ) -> Result<()> {
     let policies = steersman_engine::policies(&config, data_dir)?;
     let load = |on| load_on(on, config.clone(), found, data_dir, policies.clone());
-    let mut alone = if on.ranks > 1 { Some(load(On::ALONE)?.1) } else { None };
-    let (_others, mut decoder) = load(on)?;
+    let is_alone = matches!(on, On::Threads(1));
+    let mut alone = if is_alone { None } else { Some(load(On::Threads(1))?) };
+    let mut decoder = load(on)?;
     let paths = verify::paths(&decoder)?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
     let progress = |done| bar.set_position(done as u64);
@@ -172,7 +162,7 @@ pub fn run(
     }?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
-    if on.ranks > 1 {
+    if !is_alone {
         println!("Replies were compared with those of one process.");
     }
     let different: Vec<String> =

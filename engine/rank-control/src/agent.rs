@@ -1,6 +1,6 @@
 //! The agent of one rank: it starts and ends the rank's process as its supervisor says.
 
-use super::{BEAT_MS, FromAgent, GRACE_MS, Generation, Millis, SILENCE_MS, ToAgent};
+use super::{Addresses, BEAT_MS, FromAgent, GRACE_MS, Generation, Millis, SILENCE_MS, ToAgent};
 
 /// What an agent wants done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum AgentAction {
         /// The attempt.
         generation: Generation,
         /// Where the ranks find each other.
-        addresses: Vec<String>,
+        addresses: Addresses,
     },
     /// Let the process tell its clients that it ends, and why.
     Warn(String),
@@ -124,7 +124,7 @@ impl Agent {
         self.send(FromAgent::Ready { generation, digest })
     }
 
-    /// A sign of life of the process, which has executed an entry for so long, if it does.
+    /// A sign of life of the process, which has computed without an end for so long, if it computes.
     pub fn process_beats(&mut self, now: Millis, executing: Option<Millis>) {
         if let Some(process) = &mut self.process {
             (process.heard, process.executing) = (now, executing);

@@ -91,7 +91,10 @@ impl fmt::Display for Refused {
             Self::ShortKey => write!(f, "the key has fewer than {KEY_BYTES} bytes"),
             Self::OtherKey => f.write_str("the other end has another key"),
             Self::OtherProtocol(version) => {
-                write!(f, "the other end speaks version {version} of the protocol, this one {PROTOCOL}")
+                write!(
+                    f,
+                    "the other end speaks version {version} of the protocol, this one {PROTOCOL}"
+                )
             }
             Self::Changed => f.write_str("a message was changed, repeated or left out on its way"),
             Self::TooLong(bytes) => {
@@ -248,7 +251,7 @@ impl Unseal {
     ///
     /// # Errors
     /// [`Refused::TooLong`] and [`Refused::Changed`], after which the connection is of no use.
-    pub fn next(&mut self) -> Result<Option<Vec<u8>>, Refused> {
+    pub fn next_message(&mut self) -> Result<Option<Vec<u8>>, Refused> {
         let Some((length, rest)) = self.bytes.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
         if length > MESSAGE_BYTES {
@@ -277,11 +280,10 @@ mod tests {
         Key::new(text.as_bytes()).unwrap()
     }
 
+    type Ends = (Seal, Unseal);
+
     /// Both ends with these keys: what the client and what the server gets.
-    fn connect(
-        server: &str,
-        client: &str,
-    ) -> Result<((Seal, Unseal), (Seal, Unseal)), Refused> {
+    fn connect(server: &str, client: &str) -> Result<(Ends, Ends), Refused> {
         let (server, challenge) = Server::new(key(server), [1; 32]);
         let (client, answer) = Client::answer(key(client), &challenge, [2; 32], "rank 1")?;
         let (welcome, seal, unseal) = server.welcome(&answer)?;
@@ -299,14 +301,14 @@ mod tests {
             for byte in &sealed[..sealed.len() - 1] {
                 from_client.add(&[*byte]);
             }
-            assert_eq!(from_client.next(), Ok(None));
+            assert_eq!(from_client.next_message(), Ok(None));
             from_client.add(&sealed[sealed.len() - 1..]);
-            assert_eq!(from_client.next().unwrap().unwrap(), message);
+            assert_eq!(from_client.next_message().unwrap().unwrap(), message);
             let both = [to_client.seal(message).unwrap(), to_client.seal(b"last").unwrap()];
             from_server.add(&both.concat());
-            assert_eq!(from_server.next().unwrap().unwrap(), message);
-            assert_eq!(from_server.next().unwrap().unwrap(), b"last");
-            assert_eq!(from_server.next(), Ok(None));
+            assert_eq!(from_server.next_message().unwrap().unwrap(), message);
+            assert_eq!(from_server.next_message().unwrap().unwrap(), b"last");
+            assert_eq!(from_server.next_message(), Ok(None));
         }
     }
 
@@ -347,7 +349,7 @@ mod tests {
             let (_, (_, mut from_client)) = fresh();
             from_client.add(bytes);
             loop {
-                match from_client.next() {
+                match from_client.next_message() {
                     Ok(Some(_)) => {}
                     Ok(None) => return None,
                     Err(refused) => return Some(refused),
@@ -366,6 +368,9 @@ mod tests {
         assert_eq!(refused(&second), Some(Refused::Changed));
         assert_eq!(refused(&of_server.seal(b"back").unwrap()), Some(Refused::Changed));
         assert_eq!(refused(&[255; 8]), Some(Refused::TooLong(u32::MAX as usize)));
-        assert_eq!(seal.seal(&vec![0; MESSAGE_BYTES + 1]), Err(Refused::TooLong(MESSAGE_BYTES + 1)));
+        assert_eq!(
+            seal.seal(&vec![0; MESSAGE_BYTES + 1]),
+            Err(Refused::TooLong(MESSAGE_BYTES + 1))
+        );
     }
 }

@@ -36,14 +36,24 @@ pub const SILENCE_MS: Millis = 3 * BEAT_MS;
 /// Time that a process has to tell its clients that it ends.
 pub const GRACE_MS: Millis = 500;
 
-/// Longest time that a process may execute one entry of the log if nothing is known of its costs.
-pub const ENTRY_MS: Millis = 30_000;
+/// Longest time that a process may compute without an end. Passes take less on the slowest machine; a process that waits for
+/// arrays which never come takes for ever.
+pub const ENTRY_MS: Millis = 120_000;
 
 /// Longest time that a process may take to load its part.
 pub const LOADING_MS: Millis = 30 * 60_000;
 
 /// Longest time between two attempts to start.
 pub const LONGEST_PAUSE_MS: Millis = 30_000;
+
+/// Where the ranks of a generation find each other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Addresses {
+    /// The address at which each rank exchanges arrays, in their order.
+    pub ranks: Vec<String>,
+    /// The address at which the first rank gives the others its log.
+    pub log: String,
+}
 
 /// What a supervisor sends an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,8 +62,8 @@ pub enum ToAgent {
     Start {
         /// The attempt.
         generation: Generation,
-        /// Where the ranks find each other: an address of each, in their order.
-        addresses: Vec<String>,
+        /// Where the ranks find each other.
+        addresses: Addresses,
     },
     /// End the process, of this or an older generation, and tell its clients why.
     Stop {
@@ -76,11 +86,11 @@ pub enum FromAgent {
         /// Digest of all that ranks must have in common: versions, weights, how they are cut.
         digest: String,
     },
-    /// A sign of life. `executing` is how long the process has executed an entry of the log, if it does.
+    /// A sign of life.
     Beat {
         /// The attempt whose process runs.
         generation: Option<Generation>,
-        /// Milliseconds.
+        /// How long the process has computed without an end, in milliseconds; `None` while it waits for work.
         executing: Option<Millis>,
     },
     /// The process has ended, or never ran.

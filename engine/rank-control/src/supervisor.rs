@@ -1,8 +1,8 @@
 //! The supervisor of all ranks: it decides when they start, serve and end.
 
 use super::{
-    BEAT_MS, ENTRY_MS, FromAgent, Generation, LOADING_MS, LONGEST_PAUSE_MS, Millis, SILENCE_MS,
-    ToAgent,
+    Addresses, BEAT_MS, ENTRY_MS, FromAgent, Generation, LOADING_MS, LONGEST_PAUSE_MS, Millis,
+    SILENCE_MS, ToAgent,
 };
 
 /// What a supervisor wants done.
@@ -12,7 +12,7 @@ pub enum SupervisorAction {
     Send(usize, ToAgent),
     /// End the connection to the agent of a rank.
     Disconnect(usize),
-    /// Find an address for each rank where the others can connect to it, and say so with [`Supervisor::start`].
+    /// Find addresses where the ranks can connect to each other, and say so with [`Supervisor::start`].
     FindAddresses,
     /// All ranks are ready: the first one gets the requests.
     Serve(Generation),
@@ -72,8 +72,6 @@ pub struct Supervisor {
     beat: Millis,
     /// Attempts in a row that never served.
     failed: u32,
-    /// Longest time of an entry of the log.
-    entry_ms: Millis,
 }
 
 impl Supervisor {
@@ -86,7 +84,6 @@ impl Supervisor {
             generation: 0,
             beat: 0,
             failed: 0,
-            entry_ms: ENTRY_MS,
         }
     }
 
@@ -97,9 +94,8 @@ impl Supervisor {
 
     /// The ranks whose agents are not connected.
     pub fn absent(&self) -> impl Iterator<Item = usize> {
-        let is_absent = |(rank, member): (usize, &Member)| {
-            (member.state == State::Absent).then_some(rank)
-        };
+        let is_absent =
+            |(rank, member): (usize, &Member)| (member.state == State::Absent).then_some(rank);
         self.members.iter().enumerate().filter_map(is_absent)
     }
 
@@ -144,8 +140,8 @@ impl Supervisor {
                 }
             }
             FromAgent::Beat { generation: Some(generation), executing: Some(time) } => {
-                if generation == current && time > self.entry_ms {
-                    actions.extend(self.end(now, rank, "it does not get on with an entry"));
+                if generation == current && time > ENTRY_MS {
+                    actions.extend(self.end(now, rank, "it computes without an end"));
                 }
             }
             FromAgent::Ended { generation, why } if generation == current => {
@@ -160,8 +156,8 @@ impl Supervisor {
         actions
     }
 
-    /// Each rank has an address: the processes start. Ignored if an agent has gone meanwhile.
-    pub fn start(&mut self, now: Millis, addresses: &[String]) -> Vec<SupervisorAction> {
+    /// Addresses have been found: the processes start. Ignored if an agent has gone meanwhile.
+    pub fn start(&mut self, now: Millis, addresses: &Addresses) -> Vec<SupervisorAction> {
         if self.phase != Phase::Placing {
             return Vec::new();
         }
@@ -169,7 +165,7 @@ impl Supervisor {
         self.phase = Phase::Loading { since: now };
         let generation = self.generation;
         let start = |rank| {
-            let addresses = addresses.to_vec();
+            let addresses = addresses.clone();
             SupervisorAction::Send(rank, ToAgent::Start { generation, addresses })
         };
         self.members.iter_mut().for_each(|member| member.state = State::Loading);
@@ -255,9 +251,7 @@ impl Supervisor {
         let all = |state| self.members.iter().all(|member| member.state == state);
         match self.phase {
             Phase::Ending { .. } => {
-                let is_over = |member: &Member| {
-                    matches!(member.state, State::Idle | State::Absent)
-                };
+                let is_over = |member: &Member| matches!(member.state, State::Idle | State::Absent);
                 if self.members.iter().all(is_over) {
                     let pause = match self.failed {
                         0 => 0,

@@ -9,8 +9,8 @@
 use std::collections::VecDeque;
 
 use steersman_rank_control::{
-    Agent, AgentAction, ENTRY_MS, FromAgent, GRACE_MS, Generation, LONGEST_PAUSE_MS, Millis, SILENCE_MS,
-    Supervisor, SupervisorAction, ToAgent,
+    Addresses, Agent, AgentAction, ENTRY_MS, FromAgent, GRACE_MS, Generation, LONGEST_PAUSE_MS,
+    Millis, SILENCE_MS, Supervisor, SupervisorAction, ToAgent,
 };
 use steersman_test_support::{Random, fuzz_inputs};
 
@@ -148,7 +148,8 @@ impl World {
         }
         if self.addresses_at.is_some_and(|at| at <= self.now) {
             self.addresses_at = None;
-            let addresses: Vec<String> = (0..self.hosts.len()).map(|rank| rank.to_string()).collect();
+            let ranks = (0..self.hosts.len()).map(|rank| rank.to_string()).collect();
+            let addresses = Addresses { ranks, log: "log".into() };
             let actions = self.supervisor.start(self.now, &addresses);
             self.supervise(actions);
         }
@@ -302,7 +303,7 @@ impl World {
                     }
                 }
                 AgentAction::Spawn { generation, addresses } => {
-                    assert_eq!(addresses.len(), self.hosts.len());
+                    assert_eq!(addresses.ranks.len(), self.hosts.len());
                     let others = self.hosts.iter().filter_map(|host| host.process.as_ref());
                     let started_by = (self.supervisors, generation);
                     for other in others {
@@ -353,10 +354,12 @@ impl World {
             self.hosts[rank].ended_at = None;
             self.agent(rank, |agent| agent.process_ended("it crashed"));
         }
-        while let Some(message) = self.hosts[rank].link.as_mut().and_then(|link| link.up.next(now)) {
+        while let Some(message) = self.hosts[rank].link.as_mut().and_then(|link| link.up.next(now))
+        {
             self.agent(rank, |agent| agent.receive(now, message));
         }
-        while let Some(message) = self.hosts[rank].link.as_mut().and_then(|link| link.down.next(now))
+        while let Some(message) =
+            self.hosts[rank].link.as_mut().and_then(|link| link.down.next(now))
         {
             let actions = self.supervisor.receive(now, rank, message);
             self.supervise(actions);
@@ -400,10 +403,10 @@ impl World {
             if first.at.is_none() {
                 (first.at, first.since) = (Some(self.entry), self.now);
                 for host in &mut self.hosts[1..] {
-                    if let Some(process) = host.process.as_mut() {
-                        if process.generation == generation {
-                            process.log.send(self.now, &mut self.random, self.entry);
-                        }
+                    if let Some(process) = host.process.as_mut()
+                        && process.generation == generation
+                    {
+                        process.log.send(self.now, &mut self.random, self.entry);
                     }
                 }
             }

@@ -89,6 +89,7 @@ pub fn load_led(
     let section = Section::begin(None);
     memory::check_weights(config.engine.memory_limit_bytes, folder)?;
     let before_weights = memory::active()?;
+    let of_ranks = lead.as_ref().map(|(ranks, _)| format!(", {} ranks", ranks.count()));
     let text = Text::load(folder)?;
     check_kernels(&config, data)?;
     let (loaded, digest) = load_weights(&config.model, folder, data, lead)?;
@@ -127,7 +128,7 @@ pub fn load_led(
         family: family.into(),
         context,
         prompt_bytes,
-        numbers,
+        numbers: numbers + &of_ranks.unwrap_or_default(),
         profiles: config.profiles.keys().cloned().collect(),
         fingerprint: hex::encode(&fingerprint[..6]),
         prefixes: prefixes.reporter(),

@@ -35,7 +35,9 @@ mod warm_up;
 
 pub use self::calibration::{Calibration, Skip};
 pub use self::load::max_running;
-pub use self::process_ranks::{follow_first_rank, load_as_first_rank};
+pub use self::process_ranks::{
+    FollowingRank, Outputs, join_ranks, load_as_first_rank, start_as_first_rank, weights_digest,
+};
 pub use self::virtual_ranks::load_on_threads;
 
 use std::path::Path;
@@ -89,10 +91,17 @@ pub fn start(
     policies: Arc<Policies>,
 ) -> Result<(Engine, EngineThread)> {
     let config = config.check()?;
+    let (folder, data, own) = (folder.to_path_buf(), data.to_path_buf(), policies.clone());
+    start_loaded_by(move || Decoder::load(config, &folder, &data, own), policies)
+}
+
+/// [`start`] of the decoder that `load` returns, which is called on the engine's thread.
+fn start_loaded_by(
+    load: impl FnOnce() -> Result<(Decoder, Info)> + Send + 'static,
+    policies: Arc<Policies>,
+) -> Result<(Engine, EngineThread)> {
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
-    let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
-    let own_policies = policies.clone();
-    let run = move || match Decoder::load(config, &folder, &data, own_policies) {
+    let run = move || match load() {
         Ok((decoder, info)) => {
             // Fails only if `start` was abandoned.
             if ready.send(Ok((info, decoder.schedule.queue().clone()))).is_ok() {

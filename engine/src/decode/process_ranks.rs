@@ -1,37 +1,48 @@
 //! A decoder over ranks that are processes: this one is the first, or follows it.
 //!
-//! Whoever starts the processes gives each its place in the environment (see [`join`]), and connects them: what the first rank
-//! writes into an output, another one reads from its input.
+//! Whoever starts the processes gives each its place in the environment, which [`join_ranks`] reads, and connects them: what
+//! the first rank writes into an output, another one reads.
 
-use std::io::{BufRead, Write};
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::Decoder;
 use super::load::load_led;
-use crate::config::{Config, ModelConfig};
-use crate::engine::Info;
+use super::{Decoder, start_loaded_by};
+use crate::config::{Config, Device, ModelConfig};
+use crate::engine::{Engine, Info};
+use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
-use crate::model::{choose_device, follow, load_part};
+use crate::model::{Loaded, WeightsDigest, choose_device, follow, load_part};
 use crate::policy::Policies;
-use crate::ranks::{Backend, entries, join};
+use crate::ranks::{Backend, Entry, Ranks, entries, join};
 
-/// As [`Decoder::load`], as the first of the ranks that the environment names. Each other rank reads one of `outputs`. There is
-/// no prefix store: it has the parts of one rank.
+/// The outputs from which the other ranks read the log, one each.
+pub type Outputs = Vec<Box<dyn Write + Send>>;
+
+/// Joins the ranks that the environment names, on `device`: waits until all are there, without a deadline. A process can do
+/// that once.
 ///
 /// # Errors
-/// As [`Decoder::load`]; [`Error::Array`] if the ranks cannot be joined, or if this is not the first of as many as
-/// there are outputs.
+/// [`Error::Array`] if this MLX lacks the backend, or the environment does not name the ranks.
+pub fn join_ranks(device: Device, backend: Backend) -> Result<Ranks> {
+    choose_device(device)?;
+    join(backend)
+}
+
+/// As [`Decoder::load`], as the first of `ranks`. Each other rank reads one of `outputs`. There is no prefix store: it has the
+/// parts of one rank.
+///
+/// # Errors
+/// As [`Decoder::load`]; [`Error::Array`] if this is not the first of as many ranks as there are outputs.
 pub fn load_as_first_rank(
     mut config: Config,
     folder: &Path,
     data: &Path,
     policies: Arc<Policies>,
-    backend: Backend,
-    outputs: Vec<Box<dyn Write>>,
+    ranks: Ranks,
+    outputs: Outputs,
 ) -> Result<(Decoder, Info)> {
-    choose_device(config.model.device)?;
-    let ranks = join(backend)?;
     let (index, count) = (ranks.index(), ranks.count());
     if index != 0 || count as usize != outputs.len() + 1 {
         let others = outputs.len();
@@ -46,19 +57,53 @@ pub fn load_as_first_rank(
     load_led(config, folder, data, policies, Some((ranks, entries::write_to(outputs))))
 }
 
-/// Follows the first of the ranks that the environment names, whose log is `input`, until it ends.
+/// As [`start`](super::start), as the first of `ranks`; see [`load_as_first_rank`].
 ///
 /// # Errors
-/// [`Error::Array`] if the ranks cannot be joined, if this one differs from the first, or if another one has ended; those of
-/// loading the part of the model in `folder`.
-pub fn follow_first_rank(
-    config: &ModelConfig,
+/// Those of `start` and [`load_as_first_rank`].
+pub fn start_as_first_rank(
+    config: Config,
     folder: &Path,
-    backend: Backend,
-    input: impl BufRead,
-) -> Result<()> {
-    choose_device(config.device)?;
-    let ranks = join(backend)?;
-    let loaded = load_part(folder, config, &ranks)?;
-    follow(&*loaded.model, &ranks, loaded.dtype, entries::read(input))
+    data: &Path,
+    policies: Arc<Policies>,
+    ranks: Ranks,
+    outputs: Outputs,
+) -> Result<(Engine, EngineThread)> {
+    let config = config.check()?;
+    let (folder, data, own) = (folder.to_path_buf(), data.to_path_buf(), policies.clone());
+    let load = move || load_as_first_rank(config, &folder, &data, own, ranks, outputs);
+    start_loaded_by(load, policies)
+}
+
+/// SHA-256 over the weight files of the model in `folder`, which all ranks have in common. Digests of unchanged files are read
+/// from the folder `data`.
+///
+/// # Errors
+/// [`Error::Config`] names a file that is missing or cannot be read.
+pub fn weights_digest(folder: &Path, data: &Path) -> Result<[u8; 32]> {
+    WeightsDigest::start(folder, data)?.finish()
+}
+
+/// A rank that follows the first one.
+pub struct FollowingRank {
+    loaded: Loaded,
+    ranks: Ranks,
+}
+
+impl FollowingRank {
+    /// Loads the part of the model in `folder` that this one of `ranks` has.
+    ///
+    /// # Errors
+    /// Those of loading a model, and of one that the ranks cannot divide.
+    pub fn load(config: &ModelConfig, folder: &Path, ranks: Ranks) -> Result<Self> {
+        Ok(Self { loaded: load_part(folder, config, &ranks)?, ranks })
+    }
+
+    /// Executes the entries of the log until it ends.
+    ///
+    /// # Errors
+    /// [`Error::Array`] if this rank differs from the first, or if another one has ended.
+    pub fn follow(&self, log: impl IntoIterator<Item = Result<Entry>>) -> Result<()> {
+        follow(&*self.loaded.model, &self.ranks, self.loaded.dtype, log)
+    }
 }

@@ -56,10 +56,16 @@ impl Decoder {
                 }
                 continue;
             }
+            self.activity.set_busy(true);
             if nothing_runs && self.schedule.awaiting_count() == 0 {
                 let next = match self.schedule.queue().first() {
                     Next::Nothing if self.prefetch_chunk() => continue,
-                    Next::Nothing => wired.while_idle(|| self.schedule.queue().wait_for_next()),
+                    Next::Nothing => {
+                        self.activity.set_busy(false);
+                        let next = wired.while_idle(|| self.schedule.queue().wait_for_next());
+                        self.activity.set_busy(true);
+                        next
+                    }
                     next => next,
                 };
                 match next {

@@ -8,7 +8,7 @@ use super::log::{Entry, Log};
 use crate::error::{Error, Result};
 
 /// A log whose entries are written to all of `outputs`, each of which another rank reads with [`read`].
-pub fn write_to(outputs: Vec<Box<dyn Write>>) -> Rc<Log> {
+pub fn write_to(outputs: Vec<Box<dyn Write + Send>>) -> Rc<Log> {
     let outputs = RefCell::new(outputs);
     Log::new(move |entry| {
         let mut line = serde_json::to_vec(entry).expect("an entry has string keys only");

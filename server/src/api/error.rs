@@ -33,8 +33,11 @@ const UPSTREAM_UNAVAILABLE: &str = "upstream_unavailable";
 const LOADING: &str = "server_loading";
 const STOPPING: &str = "server_stopping";
 
+/// `code` of errors when a process has ended that computes a part of the model.
+const RANK_LOST: &str = "rank_lost";
+
 /// `code` of errors with status 503 that pass without a change by anyone.
-const PASSING: [&str; 4] = [NO_ROOM, UPSTREAM_UNAVAILABLE, LOADING, STOPPING];
+const PASSING: [&str; 5] = [NO_ROOM, UPSTREAM_UNAVAILABLE, LOADING, STOPPING, RANK_LOST];
 
 /// `code` of errors about a key that has expired.
 pub const KEY_EXPIRED: &str = "key_expired";
@@ -281,6 +284,13 @@ impl ApiError {
         let message = "the server is stopping; repeat the request when it runs again";
         let status = StatusCode::SERVICE_UNAVAILABLE;
         Self::new(status, "server_error", STOPPING, "", message)
+    }
+
+    /// A process has ended that computes a part of the model.
+    pub fn rank_lost() -> Self {
+        let message = "a rank that computes the model has ended, and all are started again; repeat the request later";
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", RANK_LOST, "", message)
     }
 
     /// A request is being prepared for so long that others may wait behind it for ever.

@@ -25,7 +25,7 @@ use super::probability::{PROBABILITIES, Probabilities};
 use super::protocol::{Framing, Protocol};
 use super::reply::{Frame, Frames, Head, Part, Parts, Reply, usage};
 use super::rounds::Progress;
-use crate::shutdown::Shutdown;
+use crate::shutdown::{Shutdown, Stage};
 
 /// How long a stream waits for its first event before it responds with 200.
 ///
@@ -72,7 +72,7 @@ pub enum Failure {
     /// The engine failed, or the deadline is over.
     Engine(Error),
     /// The server stops.
-    Shutdown,
+    Shutdown(Stage),
 }
 
 impl Events {
@@ -121,7 +121,7 @@ impl Events {
                 let stage = if self.started { "being decoded" } else { "waiting" };
                 Err(Failure::Engine(RequestError::Deadline { stage }.into()))
             }
-            () = cut_off => Err(Failure::Shutdown),
+            stage = cut_off => Err(Failure::Shutdown(stage)),
         }
     }
 }
@@ -203,7 +203,8 @@ impl<P: Protocol> Run<P> {
                         ApiError::from(error).in_fields(&prompt, &self.head.tool_fields)
                     }
                     Failure::Engine(error) => error.into(),
-                    Failure::Shutdown => ApiError::stopping(),
+                    Failure::Shutdown(Stage::RankLost) => ApiError::rank_lost(),
+                    Failure::Shutdown(_) => ApiError::stopping(),
                 });
                 self.log.failed(error)
             })?;

@@ -37,7 +37,8 @@ pub struct Loaded {
 }
 
 /// Loads the models of `[model]` and of profiles, downloading repos that are not cached, and prepares those
-/// of `[models]`. State is saved in the folder `data_dir`, in one file for each model.
+/// of `[models]`. State is saved in the folder `data_dir`, in one file for each model. The model of `[model]` is started by
+/// `start_first`, which is [`steersman_engine::start`] unless several ranks compute it.
 ///
 /// # Errors
 /// If a model cannot be found, downloaded or loaded; names its profiles or its key. If a model of `[models]`
@@ -47,6 +48,7 @@ pub fn load(
     server: &ServerConfig,
     data_dir: &Path,
     policies: &Arc<Policies>,
+    start_first: impl FnOnce(Config, &Path, &Path, Arc<Policies>) -> steersman_engine::Result<Running>,
 ) -> Result<Loaded> {
     let (machine, numbers, room) = (Machine::of(&config)?, numbers(&config)?, hub::room(&config));
     let budget = match server.models_bytes {
@@ -67,7 +69,7 @@ pub fn load(
     let recipes = recipes_of_cached(config.clone(), numbers, data_dir, policies);
     let start = |config: Config, found: &Found| {
         steersman_engine::start(config, &found.folder, data_dir, policies.clone())
-            .with_context(|| format!("loading the model in {}", found.folder.display()))
+            .with_context(|| loading_of(found))
     };
     let bytes = |found: &Found| Facts::read(&found.folder).map_or(0, |f| f.weight_bytes(numbers));
     let files = |found: &Found| -> Option<Arc<dyn Files>> {
@@ -79,7 +81,8 @@ pub fn load(
     drop(load);
     let bundled = found.bundled;
     let draft = config.speculation.draft_model.clone();
-    let (engine, thread) = start(config, &found)?;
+    let (engine, thread) = start_first(config, &found.folder, data_dir, policies.clone())
+        .with_context(|| loading_of(&found))?;
     let models = Models::new(pool, engine, bytes(&found), files(&found));
     let mut models = models.with_recipes(recipes);
     (models.numbers, models.room) = (numbers, room);
@@ -136,6 +139,10 @@ pub fn load(
     models.add_upstreams(server, &profiles)?;
     models.set_aliases(server.aliases.clone());
     Ok(Loaded { models, threads, bundled })
+}
+
+fn loading_of(found: &Found) -> String {
+    format!("loading the model in {}", found.folder.display())
 }
 
 /// Whether an upstream computes `model`.

@@ -1,8 +1,14 @@
 //! Ranks that are processes, over MLX's ring.
 
-use std::io::Read;
-use std::process::{Command, Stdio};
+use std::cell::RefCell;
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
 use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
 
 /// Time after which the processes are believed to wait for each other: in one of many starts, one waits for ever for the next
 /// one to connect, and no deadline of MLX ends that.
@@ -50,4 +56,177 @@ fn ranks_that_are_processes_reply_as_one_process() {
     let left = left
         .filter(|file| file.as_ref().unwrap().file_name().to_string_lossy().starts_with("ranks-"));
     assert_eq!(left.count(), 0);
+}
+
+/// Time in which a server is there again after all its ranks have ended, beside a compiler on all cores.
+const AGAIN: Duration = Duration::from_secs(120);
+
+/// Time in which a client hears that a rank is lost. Signs of life count for three seconds.
+const ERROR: Duration = Duration::from_secs(5);
+
+/// A server, with what it logs.
+struct Server {
+    process: Child,
+    url: String,
+    log: Receiver<String>,
+    /// The processes of its ranks, in the order in which they were started.
+    started: RefCell<Vec<String>>,
+    _data: tempfile::TempDir,
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Self {
+        let data = tempfile::tempdir().unwrap();
+        let mut process = Command::new(env!("CARGO_BIN_EXE_steersman"))
+            .args(["serve", "--device", "cpu", "--port", "0", "--data-dir"])
+            .arg(data.path())
+            .args(arguments)
+            .env_remove("STEERSMAN_CONFIG")
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(process.stderr.take().unwrap()).lines();
+        let (sender, log) = channel();
+        thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let (url, started) = (String::new(), RefCell::default());
+        let mut server = Self { process, url, log, started, _data: data };
+        let ready = server.logged("models=");
+        server.url = format!("http://{}", value(&ready, "address"));
+        server
+    }
+
+    /// The next line of the log that contains `words`.
+    fn logged(&self, words: &str) -> String {
+        let end = Instant::now() + AGAIN;
+        let mut seen = String::new();
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            match self.log.recv_timeout(left) {
+                Ok(line) => {
+                    if line.contains("rank started") {
+                        self.started.borrow_mut().push(value(&line, "process"));
+                    }
+                    if line.contains(words) {
+                        return line;
+                    }
+                    writeln!(seen, "{line}").unwrap();
+                }
+                Err(error) => panic!("no line has {words:?} ({error}):\n{seen}"),
+            }
+        }
+    }
+
+    fn reply(&self, question: &str) -> Option<Value> {
+        let text = ask(&self.url, &chat(question, 24)).ok()?.read_to_string().ok()?;
+        let reply: Value = serde_json::from_str(&text).unwrap();
+        Some(reply["choices"][0]["message"].clone())
+    }
+
+    /// The first reply to `question` that the server gives when it is there again.
+    fn reply_again(&self, question: &str) -> Value {
+        let end = Instant::now() + AGAIN;
+        while Instant::now() < end {
+            if let Some(reply) = self.reply(question) {
+                return reply;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+        panic!("the server is not there again");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn ask(url: &str, body: &Value) -> Result<ureq::Body, ureq::Error> {
+    let url = format!("{url}/v1/chat/completions");
+    let request = ureq::post(url).header("content-type", "application/json");
+    Ok(request.send(&body.to_string())?.into_body())
+}
+
+fn chat(question: &str, tokens: usize) -> Value {
+    let messages = json!([{"role": "user", "content": question}]);
+    json!({"messages": messages, "max_tokens": tokens, "temperature": 0})
+}
+
+/// What `line` of a log has as `name`.
+fn value(line: &str, name: &str) -> String {
+    let (_, rest) = line.split_once(&format!("{name}=")).unwrap_or_else(|| panic!("{line}"));
+    rest.split_whitespace().next().unwrap_or_default().to_owned()
+}
+
+fn signal(process: &str, name: &str) -> bool {
+    let mut kill = Command::new("kill");
+    kill.args([&format!("-{name}"), process]).stderr(Stdio::null()).status().unwrap().success()
+}
+
+const QUESTIONS: [&str; 3] =
+    ["What is the capital of Italy?", "Translate to French: the red house", "Who are you?"];
+
+/// Also after requests that were cancelled, and after signals to its ranks, which service managers send.
+#[test]
+fn a_server_over_ranks_replies_as_one_process() {
+    let alone = Server::start(&[]);
+    let mut ranks = Server::start(&["--ranks", "2", "--over", "ring"]);
+    for question in QUESTIONS {
+        assert_eq!(ranks.reply(question).unwrap(), alone.reply(question).unwrap());
+    }
+    // Clients leave after each seventh piece.
+    for pieces in (0..35).step_by(7) {
+        let mut body = chat("Write a story about a fox.", 200);
+        body["stream"] = true.into();
+        let stream = ask(&ranks.url, &body).unwrap().into_reader();
+        assert_eq!(BufReader::new(stream).lines().take(2 * pieces).count(), 2 * pieces);
+        assert_eq!(ranks.reply(QUESTIONS[0]), alone.reply(QUESTIONS[0]), "after {pieces} pieces");
+    }
+    // The parent's end is that of its ranks, whose signals count for nothing.
+    let stopped = ranks.process.id().to_string();
+    assert!(signal(&stopped, "TERM"));
+    assert_eq!(ranks.process.wait().unwrap().code(), Some(0));
+}
+
+/// Whatever ends or stops, and which rank it is: its client hears of it soon, and the server is there again by itself.
+#[test]
+fn a_rank_that_dies_or_freezes_is_an_error_within_seconds_and_all_start_again() {
+    let server = Server::start(&["--ranks", "2", "--over", "ring"]);
+    let before = server.reply(QUESTIONS[0]).unwrap();
+    let long = "fox ".repeat(3000);
+    for (rank, name, is_in_prompt) in
+        [(1, "KILL", false), (1, "STOP", true), (0, "KILL", true), (0, "STOP", false)]
+    {
+        let what = format!("SIG{name} of rank {rank}, in a prompt: {is_in_prompt}");
+        let processes = server.started.take();
+        let victim = &processes[rank];
+        let mut body = chat(if is_in_prompt { &long } else { "Write a story about a fox." }, 2000);
+        body["stream"] = true.into();
+        let began = thread::scope(|scope| {
+            let url = &server.url;
+            let asked = scope.spawn(move || {
+                let mut text = String::new();
+                let read = ask(url, &body).map(|body| {
+                    body.into_reader().read_to_string(&mut text).is_ok() && text.contains("[DONE]")
+                });
+                (read.is_ok_and(|complete| complete), Instant::now(), text)
+            });
+            thread::sleep(Duration::from_millis(700));
+            let began = Instant::now();
+            assert!(!asked.is_finished(), "{what}: the reply was too short");
+            assert!(signal(victim, name), "{what}");
+            let (complete, ended, text) = asked.join().unwrap();
+            assert!(!complete, "{what}: {text}");
+            assert!(ended - began < ERROR, "{what}: an error after {:?}", ended - began);
+            began
+        });
+        assert_eq!(server.reply_again(QUESTIONS[0]), before, "{what}");
+        println!("{what}: there again after {:?}", began.elapsed());
+        server.logged("models=");
+        for process in &processes {
+            assert!(!signal(process, "0"), "{what}: process {process} is left");
+        }
+    }
 }

@@ -34,7 +34,8 @@ impl Served {
         let serving = tokio::spawn(async move {
             // A test that does not stop the server drops the sender.
             let stopped = async { drop(stopped.await) };
-            steersman::serve::run(listener, app, &config, stopped).await;
+            let never = std::future::pending();
+            steersman::serve::run(listener, app, &config, stopped, never).await;
         });
         Self { address, seen, stop: Some(stop), serving }
     }

@@ -81,7 +81,7 @@ fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
     let config = config.check()?;
     // As a server does: other tests share compiled policies, these compile them.
     let policies = steersman_engine::policies(&config, data)?;
-    models::load(config, &server, data, &policies)
+    models::load(config, &server, data, &policies, steersman_engine::start)
 }
 
 #[test]
@@ -118,7 +118,8 @@ fn the_files_of_the_draft_model_are_those_of_the_configuration() {
     let config = config.check().unwrap();
     let policies = steersman_engine::policies(&config, data.path()).unwrap();
     let server = ServerConfig::default();
-    let loaded = models::load(config, &server, data.path(), &policies).unwrap();
+    let loaded =
+        models::load(config, &server, data.path(), &policies, steersman_engine::start).unwrap();
     let Loaded { models, threads, .. } = loaded;
     let folders = models.folders();
     assert!(folders.contains(&(draft, NamedBy::Configuration)), "{folders:?}");

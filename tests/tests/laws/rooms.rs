@@ -146,7 +146,7 @@ const HOUSES: [House; 6] = [
             ("media_type", ""),
             ("models", "config hub"),
             ("program", ""),
-            ("ranks", ""),
+            ("ranks", "config exit serve signals"),
             ("reload", "check config signals"),
             ("serve", "api config connections console heap shutdown signals throttle"),
             ("shutdown", ""),

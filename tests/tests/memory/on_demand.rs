@@ -53,7 +53,7 @@ fn load(folder: &Path, data: &Path) -> (Loaded, ServerConfig) {
         ..ServerConfig::default()
     };
     let policies = steersman_tests::served_policies(&engine, data).unwrap();
-    (models::load(engine, &server, data, &policies).unwrap(), server)
+    (models::load(engine, &server, data, &policies, steersman_engine::start).unwrap(), server)
 }
 
 async fn json_of(app: &Router, request: Request<Body>) -> (StatusCode, Value) {
