@@ -21,7 +21,7 @@ use super::launch::Launch;
 use super::process::{Heard, RankProcess, described};
 use crate::config::ServerConfig;
 use crate::serve;
-use crate::signals::Signals;
+use crate::signals::{Hangups, Signals, StopSignals};
 
 /// Time between two looks at what was not heard.
 const TICK: Duration = Duration::from_millis(100);
@@ -62,11 +62,7 @@ pub fn supervise(supervised: Supervised, config: &ServerConfig) -> Result<()> {
 }
 
 /// Makes events of signals.
-async fn forward(
-    events: Sender<Event>,
-    mut stop: crate::signals::StopSignals,
-    mut hangups: crate::signals::Hangups,
-) {
+async fn forward(events: Sender<Event>, mut stop: StopSignals, mut hangups: Hangups) {
     let stops = async {
         for count in 1.. {
             stop.reach(count).await;
