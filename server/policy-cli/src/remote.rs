@@ -60,9 +60,11 @@ impl Client {
                         Some("probation") => " (on probation)".into(),
                         _ => String::new(),
                     };
-                    let version = match used["sha256"] == policy["sha256"] {
-                        true => String::new(),
-                        false => format!(" (rolled back, runs {})", short(&used["sha256"])),
+                    // A server of before does not say it.
+                    let is_other = used["sha256"].is_string() && used["sha256"] != policy["sha256"];
+                    let version = match is_other {
+                        true => format!(" (rolled back, runs {})", short(&used["sha256"])),
+                        false => String::new(),
                     };
                     format!("{}{shadow}{version}{state}", text(&used["profile"]))
                 })

@@ -222,14 +222,16 @@ fn policies_of_a_server_are_listed() {
     let body = r#"{"policies": [{"name": "house", "sha256": "0123456789abcdef", "contract": "0.5.0",
         "origin": "upload", "bytes": 42,
         "profiles": [{"profile": "a", "shadow": false, "breaker": {"state": "open", "rests_s": 30}},
-            {"profile": "b", "shadow": true, "breaker": {"state": "closed"}}],
+            {"profile": "b", "shadow": true, "sha256": "0123456789abcdef", "breaker": {"state": "closed"}},
+            {"profile": "c", "shadow": false, "sha256": "fedcba9876543210",
+                "breaker": {"state": "closed"}}],
         "problem": {"at": 1, "message": "traps"},
         "earlier": [{"sha256": "fedcba9876543210", "origin": "file", "withdrawn": "rolled back"}]}],
         "params": [{"profile": "a", "param": "budget", "problem": {"at": 1, "message": "is gone"}}]}"#;
     let (address, request) = serve_once("200 OK", body);
     let listed = succeed(&["list", "--url", &address, "--key", "sk-admin"]);
     let expected =
-        "house  0123456789ab  contract 0.5.0, upload, 42 bytes, in a (paused for 30 s), b (shadow)
+        "house  0123456789ab  contract 0.5.0, upload, 42 bytes, in a (paused for 30 s), b (shadow), c (rolled back, runs fedcba987654)
   update rejected: traps
   earlier: fedcba987654  file, withdrawn: rolled back
 profiles.a.params.budget: is gone
