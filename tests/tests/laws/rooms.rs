@@ -148,7 +148,7 @@ const HOUSES: [House; 6] = [
             ("program", ""),
             ("ranks", "config exit serve signals"),
             ("reload", "check config signals"),
-            ("serve", "api config connections console heap shutdown signals throttle"),
+            ("serve", "api config connections console heap shutdown throttle"),
             ("shutdown", ""),
             ("signals", ""),
             ("system", ""),
