@@ -104,9 +104,10 @@ async fn running(
     let configured = url(&file.server.host, file.server.port);
     // No server listens on port 0.
     let of_configuration = (file.server.port != 0).then(|| configured.clone());
-    let of_data_dir = address::read(data_dir).map(|at| url(&at.ip().to_string(), at.port()));
+    let of_data_dir = address::read(data_dir).into_iter();
+    let of_data_dir = of_data_dir.map(|at| url(&at.ip().to_string(), at.port()));
     let mut found = None;
-    for url in [of_configuration, of_data_dir].into_iter().flatten() {
+    for url in of_configuration.into_iter().chain(of_data_dir) {
         // Another key cannot be one of this server.
         let Ok(client) = Client::new(&url, key.or(configured_key)) else { continue };
         if is_ready(&client).await {
