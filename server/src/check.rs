@@ -227,14 +227,19 @@ pub fn error_of_policies(
     anyhow!(source.message(&problems))
 }
 
-/// What keeps a server from starting with `config` though its values are right: policies and files of profiles that cannot be
-/// loaded. Policies are compiled with the cache in `storage`.
-pub fn problems_of_files(config: &Config, storage: &Storage) -> Vec<String> {
+/// What keeps a server from starting with a configuration though its values are right: models, policies and files of profiles
+/// that are not there or cannot be loaded. Policies are compiled with the cache in `storage`.
+pub fn problems_of_files(server: &ServerConfig, config: &Config, storage: &Storage) -> Vec<String> {
+    let room = hub::room(config);
+    let of_model = |(key, model): (String, &str)| {
+        hub::is_here(model, room).err().map(|error| format!("{key}: {error:#}"))
+    };
+    let mut problems: Vec<_> = models(server, config).into_iter().filter_map(of_model).collect();
     // Loading the policies would create the file.
     let trace_file = PathBuf::new();
     let policy = PolicyConfig { trace_file, ..config.policy.clone() };
     let config = Config { policy, ..config.clone() };
-    let mut problems = problems_of_policies(&config, storage);
+    problems.extend(problems_of_policies(&config, storage));
     problems.extend(problems_of_warm_files(&config));
     problems
 }

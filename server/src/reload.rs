@@ -118,7 +118,7 @@ impl Reloader {
         (self.options)(&mut file);
         let source = file.source.clone();
         let (server, config) = file.check()?;
-        let problems = problems_of_files(&config, &self.storage).into_iter();
+        let problems = problems_of_files(&server, &config, &self.storage).into_iter();
         let problems: Vec<_> = problems.map(|problem| source.locate(problem)).collect();
         ensure!(problems.is_empty(), "{}", source.message(&problems));
         let new = read(&self.path)?;
@@ -236,8 +236,11 @@ mod tests {
             error.contains("line 2: profiles.team.policies") && error.contains("defaul"),
             "{error}"
         );
+        write("[models.x]\npath = '/absent/m'\n");
+        let error = format!("{:#}", reloader.reload().unwrap_err());
+        assert!(error.contains("line 2: models.x.path: /absent/m does not exist"), "{error}");
         let counts = reloader.counts();
-        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 3, false));
+        assert_eq!((counts.succeeded(), counts.failed(), counts.last_succeeded()), (3, 4, false));
         assert!(Arc::ptr_eq(&server, &reloads.borrow().clone().unwrap()));
         write("[server]\nport = 2\n");
         let changes = reloader.reload().unwrap();
