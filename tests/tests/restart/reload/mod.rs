@@ -215,7 +215,8 @@ async fn a_file_renamed_into_place_becomes_active_and_is_reported() {
     for (place, profile) in ["default", "other"].into_iter().enumerate() {
         let mut used = report["profiles"][place].clone();
         assert_eq!(used["breaker"].take()["state"], "probation");
-        let expected = json!({"profile": profile, "position": 0, "shadow": false, "breaker": null});
+        assert_eq!(used["sha256"].take(), report["sha256"]);
+        let expected = json!({"profile": profile, "position": 0, "shadow": false, "sha256": null, "breaker": null});
         assert_eq!(used, expected);
     }
 }
