@@ -88,7 +88,9 @@ impl Replacement {
         check_link(path)?;
         // A link remains: its target is replaced.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        let file = builder.tempfile_in(folder_of(&path))?;
+        // Its own error names a file that nobody has heard of.
+        let file =
+            builder.tempfile_in(folder_of(&path)).map_err(|error| io::Error::from(error.kind()))?;
         let old = fs::metadata(&path).or_else(|_| fs::metadata(folder_of(&path)))?;
         keep_owner(file.as_file(), &old)?;
         Ok(Self { file, path })
@@ -112,11 +114,11 @@ impl Replacement {
 
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.file.write(bytes)
+        self.file.as_file_mut().write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
+        self.file.as_file_mut().flush()
     }
 }
 
@@ -175,6 +177,9 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        // The library's error ends with `at path ".../.tmpA6NlKv"`.
+        let error = Replacement::private(&folder.path().join("absent").join("file")).err();
+        assert!(!error.unwrap().to_string().contains("path"));
     }
 
     #[cfg(unix)]
