@@ -50,6 +50,7 @@ pub fn compile_if_asked() -> Option<ExitCode> {
         eprintln!("{COMPILE} is not a command for people");
         return Some(ExitCode::FAILURE);
     };
+    end_with_parent();
     let task = Task { memory_bytes, data_bytes, seconds };
     let refused = task.limit(set);
     let (input, output) = (io::stdin().lock(), io::stdout().lock());
@@ -57,6 +58,16 @@ pub fn compile_if_asked() -> Option<ExitCode> {
         true => answer(refused.join("\n").as_bytes(), ExitCode::SUCCESS, output),
         false => task.run(input, output),
     })
+}
+
+/// Ends this process when the one that waits for it does, where the system can: nobody else wants the result.
+fn end_with_parent() {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::process::{Signal, set_parent_process_death_signal};
+        // Its processor time is limited in any case.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
 }
 
 impl Task {
