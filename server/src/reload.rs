@@ -140,7 +140,8 @@ impl Reloader {
                     tracing::info!(path, applied, need_restart, "configuration reloaded");
                 }
                 Err(error) => {
-                    let error = format!("{error:#}");
+                    // A line of the log is one line.
+                    let error = format!("{error:#}").replace("\n ", "");
                     tracing::error!(
                         path,
                         error,
