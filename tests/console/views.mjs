@@ -176,6 +176,7 @@ export default {
     assert.deepEqual(Object.fromEntries(set), {
       ANTHROPIC_BASE_URL: url, ANTHROPIC_AUTH_TOKEN: CLIENT, ANTHROPIC_MODEL: "gpt-small", ANTHROPIC_DEFAULT_OPUS_MODEL: "gpt-small",
       ANTHROPIC_DEFAULT_SONNET_MODEL: "gpt-small", ANTHROPIC_DEFAULT_HAIKU_MODEL: "gpt-small", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+      CLAUDE_CODE_MAX_CONTEXT_TOKENS: String(limit.context),
     });
     assert.deepEqual(claude.args, []);
     const { args } = await given("aider", "aider");
