@@ -109,7 +109,7 @@ export default {
     // Another key in the same browser has its own.
     await page.click("#key");
     await enter(page, CLIENT);
-    await page.waitForFunction(() => document.querySelector("#connection").textContent === "All profiles");
+    await page.waitForFunction(() => document.querySelector("#connection")?.textContent === "All profiles");
     await page.waitForSelector(".view.chat h1");
     assert.equal(await page.locator(".kept .name, .message").count(), 0);
     assert.ok(!(await page.textContent("main")).includes("Peru"));

@@ -72,7 +72,7 @@ export default {
       await page.getByRole("button", { name: "Revoke second" }).click();
       assert.ok((await question.textContent()).includes("This console uses it"));
       await page.click("#confirm-yes");
-      await page.waitForFunction(() => document.querySelector("#confirm-text").textContent === "`second` is the last key.");
+      await page.waitForFunction(() => document.querySelector("#confirm-text")?.textContent === "`second` is the last key.");
     };
     await ask();
     await page.click("#confirm-dialog button[value=no]");
@@ -96,7 +96,7 @@ export default {
     for (const [key, words] of [["expired", message], ["wrong", "The server does not know this key."], ["sk-01234567…", "This is no key: it has characters that no key has."]]) {
       await page.fill("#key-input", key);
       await page.keyboard.press("Enter");
-      await page.waitForFunction((words) => document.querySelector("#key-problem").textContent === words, words);
+      await page.waitForFunction((words) => document.querySelector("#key-problem")?.textContent === words, words);
     }
     await check(page, seen, "a key that has expired");
     await context.close();
@@ -267,7 +267,7 @@ export default {
     await visit(page, "models");
     await page.fill("#repo", "owner/none");
     await page.keyboard.press("Enter");
-    await page.waitForFunction(() => document.querySelector(".progress [role=status]").textContent.startsWith("Not downloaded"));
+    await page.waitForFunction(() => document.querySelector(".progress [role=status]")?.textContent?.startsWith("Not downloaded"));
     await check(page, seen, "models");
     await context.close();
   },
@@ -290,7 +290,7 @@ export default {
       return json({ running });
     });
     const events = (...reports) => reports.map((report) => `data: ${JSON.stringify(report)}\n\n`).join("");
-    const status = (text) => page.waitForFunction((text) => document.querySelector(".progress [role=status]").textContent.includes(text), text);
+    const status = (text) => page.waitForFunction((text) => document.querySelector(".progress [role=status]")?.textContent?.includes(text), text);
     const planned = { status: "downloading", total: 2048, completed: 0, left: 2048, disk_free: 1, memory: { weights: 4096, limit: 1024, fits: false } };
     const half = { status: "downloading", file: "model.safetensors", total: 2048, completed: 1024, left: 1024 };
     await visit(page, "models");
@@ -393,7 +393,7 @@ export default {
       return route.fulfill({ contentType: "text/event-stream", body: 'data: {"status": "success", "folder": "/cache/small"}\n\n' });
     });
     await page.getByRole("button", { name: "Download owner/small" }).click();
-    await page.waitForFunction(() => document.querySelector(".progress [role=status]").textContent.includes("owner/small is in /cache/small"));
+    await page.waitForFunction(() => document.querySelector(".progress [role=status]")?.textContent?.includes("owner/small is in /cache/small"));
     assert.equal(pulled, "owner/small");
     models = [];
     await search.click();

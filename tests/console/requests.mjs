@@ -70,7 +70,7 @@ export default {
     // A row opens as its link does, and a profile with texts in its traces says where they are.
     await row.locator(".time").click();
     await page.waitForSelector(".view.requests .facts");
-    await page.waitForFunction(() => document.querySelector(".replies").textContent.includes("Its profile has trace_text"));
+    await page.waitForFunction(() => document.querySelector(".replies")?.textContent?.includes("Its profile has trace_text"));
     await visit(page, "profiles");
     assert.match(await page.textContent("section[aria-labelledby=profile-default] .facts"), /Reply tokensno limit/);
     await visit(page, "policies");
@@ -188,7 +188,7 @@ export default {
       [{ running: 3, awaiting_policy: 1, awaiting_prefix: 2, preempted: 1 }, "3", "1 waiting for a policy, 2 waiting for a prefix, 1 preempted"],
     ]) {
       counts = { awaiting_policy: 0, awaiting_prefix: 0, preempted: 0, ...reported };
-      await page.waitForFunction(([running, more]) => document.querySelector("#running").textContent === running && document.querySelector("#running-more").textContent === more, [running, more]);
+      await page.waitForFunction(([running, more]) => document.querySelector("#running")?.textContent === running && document.querySelector("#running-more")?.textContent === more, [running, more]);
     }
     await check(page, seen, "requests that wait");
     // The page asks again and again: an answer that is under way would fail with the page.
@@ -202,7 +202,7 @@ export default {
     const long = { stream: true, ignore_eos: true, max_tokens: 30_000 };
     const replies = await Promise.all(["Rome", "Paris", "Lima"].map((town) => ask(url, `${LOOP} ${town}`, long)));
     await page.waitForSelector("tr:has(.chip.reasoning, .chip.answer) .rate");
-    await page.waitForFunction(() => Number(document.querySelector("#running").textContent) > 0);
+    await page.waitForFunction(() => Number(document.querySelector("#running")?.textContent) > 0);
     await check(page, seen, "running requests");
     await page.screenshot({ path: join(pictures, "requests-running.png") });
     // Clients that hang up.

@@ -58,7 +58,7 @@ api_keys = ["${AGENTS}"]
       const wanted = [expected("default", CLIENT, ofClient), expected("agents", AGENTS, ofAgents)];
       // The most tokens first; the page reads again after some seconds.
       await rows.nth(1).waitFor();
-      await page.waitForFunction((text) => document.querySelector(".upstreams-table tbody").textContent === text, wanted.flat().join(""));
+      await page.waitForFunction((text) => document.querySelector(".upstreams-table tbody")?.textContent === text, wanted.flat().join(""));
       assert.deepEqual(await section.locator("th").allTextContents(), COLUMNS);
       for (const [index, cells] of wanted.entries()) assert.deepEqual(await rows.nth(index).locator("td").allTextContents(), cells);
       const today = [...ofClient, ...ofAgents].reduce((sum, one) => sum + one.prompt_tokens + one.completion_tokens, 0);

@@ -70,7 +70,7 @@ export default {
     const own = await serveInTerminal();
     try {
       const { page, seen, context } = await open(browser, own.url, { path: own.path });
-      const is = (page, words) => page.waitForFunction((words) => document.querySelector("#connection").textContent === words, words);
+      const is = (page, words) => page.waitForFunction((words) => document.querySelector("#connection")?.textContent === words, words);
       await is(page, "Operator");
       assert.equal(page.url(), `${own.url}/#/requests`);
       assert.ok(!(await page.evaluate(() => document.documentElement.outerHTML)).includes(own.path.split("/").at(-1)));
@@ -247,7 +247,7 @@ export default {
 
   async "a server that does not answer, and answers again with other rights, is told"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
-    const is = (words) => page.waitForFunction((words) => document.querySelector("#connection").textContent === words, words);
+    const is = (words) => page.waitForFunction((words) => document.querySelector("#connection")?.textContent === words, words);
     await visit(page, "keys");
     await page.waitForSelector("#key-name");
     await is("Operator");
@@ -305,7 +305,7 @@ export default {
     const route = await asked;
     await page.click("#key");
     await enter(page, CLIENT);
-    const isClient = () => page.waitForFunction(() => document.querySelector("#connection").textContent === "All profiles");
+    const isClient = () => page.waitForFunction(() => document.querySelector("#connection")?.textContent === "All profiles");
     await isClient();
     const arrived = page.waitForResponse("**/v1/downloads");
     await route.fulfill(refusal);
@@ -356,7 +356,7 @@ export default {
         const { page, seen, context } = await open(browser, url, { size, theme, key: OPERATOR });
         for (const view of VIEWS) {
           await visit(page, view);
-          await page.waitForFunction(() => document.querySelector(".view").textContent.length > 150);
+          await page.waitForFunction(() => document.querySelector(".view")?.textContent.length > 150);
           if (view !== "chat") await page.waitForSelector(".view dd, .view tbody td, .view .log-line");
           const name = `${view}-${theme}-${device}`;
           await check(page, seen, name);
