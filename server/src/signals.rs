@@ -77,7 +77,7 @@ impl Signals {
         Ok(Self { stop: StopSignals(stop), hangups: Hangups(watch::channel(0).1) })
     }
 
-    /// Those that are counted by the parent of this process, whose own are ignored.
+    /// Signals that the parent of this process counts. Its own are ignored.
     ///
     /// # Errors
     /// If the system refuses to ignore them.

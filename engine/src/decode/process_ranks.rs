@@ -60,7 +60,7 @@ pub fn load_as_first_rank(
 /// As [`start`](super::start), as the first of `ranks`; see [`load_as_first_rank`].
 ///
 /// # Errors
-/// Those of `start` and [`load_as_first_rank`].
+/// The errors of `start` and of [`load_as_first_rank`].
 pub fn start_as_first_rank(
     config: Config,
     folder: &Path,
@@ -94,7 +94,7 @@ impl FollowingRank {
     /// Loads the part of the model in `folder` that this one of `ranks` has.
     ///
     /// # Errors
-    /// Those of loading a model, and of one that the ranks cannot divide.
+    /// The errors of loading a model; an error names what the ranks cannot divide.
     pub fn load(config: &ModelConfig, folder: &Path, ranks: Ranks) -> Result<Self> {
         Ok(Self { loaded: load_part(folder, config, &ranks)?, ranks })
     }

@@ -97,7 +97,7 @@ pub fn read<T: DeserializeOwned>(input: &mut impl BufRead) -> io::Result<Option<
 /// Sends one byte and, with it, a listening socket if there is one.
 ///
 /// # Errors
-/// Those of the system.
+/// The system's error, if it refuses.
 pub fn send_listener(control: &UnixStream, listener: Option<&TcpListener>) -> io::Result<()> {
     let fds = listener.map(AsFd::as_fd);
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
@@ -112,7 +112,7 @@ pub fn send_listener(control: &UnixStream, listener: Option<&TcpListener>) -> io
 /// Receives what [`send_listener`] has sent. Must be the first that is read.
 ///
 /// # Errors
-/// Those of the system.
+/// The system's error, if it refuses.
 pub fn receive_listener(control: &UnixStream) -> io::Result<Option<TcpListener>> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
     let (mut passed, mut byte) = (RecvAncillaryBuffer::new(&mut space), [1]);

@@ -223,7 +223,7 @@ impl Lead {
     /// Starts the engine of the model in `folder`, as [`steersman_engine::start`].
     ///
     /// # Errors
-    /// Those of `start`, and of a model that the ranks cannot divide.
+    /// The errors of `start`; an error names what the ranks cannot divide.
     pub fn start(
         self,
         config: Config,

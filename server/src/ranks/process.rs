@@ -88,7 +88,7 @@ impl RankProcess {
     /// Waits for the end of a process that ends by itself, for a moment, and kills it then. Returns how it ended.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The system's error, if it cannot wait.
     pub fn wait(&mut self) -> io::Result<ExitStatus> {
         let end = Instant::now() + END;
         loop {

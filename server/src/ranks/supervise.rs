@@ -300,7 +300,7 @@ impl Supervision {
         let Supervised { count, data_dir, .. } = &self.supervised;
         let mut ranks = free_addresses(count + 1)?;
         let log = ranks.pop().context("there is no address for the log")?;
-        // That of the last ranks is removed before.
+        // The file of the last ranks is removed before this one is written.
         self.hosts = None;
         self.hosts = Some(Hosts::write(data_dir, &ranks)?);
         Ok(Addresses { ranks, log })
