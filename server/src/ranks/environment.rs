@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use steersman_rank_control::Addresses;
 
 use super::Over;
 
@@ -87,16 +88,18 @@ fn device(visible: Option<&str>, rank: usize) -> Result<String> {
     })
 }
 
-/// Addresses of this machine whose ports nobody listens to, until somebody takes them.
+/// Addresses of this machine for `count` ranks and their log, whose ports nobody listens to until somebody takes them.
 ///
 /// # Errors
 /// If there are none.
-pub fn free_addresses(count: usize) -> Result<Vec<String>> {
-    let listeners = (0..count).map(|_| TcpListener::bind("127.0.0.1:0"));
+pub fn free_addresses(count: usize) -> Result<Addresses> {
+    let listeners = (0..=count).map(|_| TcpListener::bind("127.0.0.1:0"));
     let listeners: Vec<_> =
         listeners.collect::<std::io::Result<_>>().context("finding free ports")?;
     let address = |listener: &TcpListener| Ok(listener.local_addr()?.to_string());
-    listeners.iter().map(address).collect()
+    let mut ranks: Vec<_> = listeners.iter().map(address).collect::<Result<_>>()?;
+    let log = ranks.pop().expect("there is one more than ranks");
+    Ok(Addresses { ranks, log })
 }
 
 #[cfg(test)]
@@ -114,7 +117,7 @@ mod tests {
     #[test]
     fn a_ring_reads_a_list_for_each_rank_until_the_group_ends() {
         let folder = tempfile::tempdir().unwrap();
-        let addresses = free_addresses(2).unwrap();
+        let addresses = free_addresses(2).unwrap().ranks;
         let hosts = Hosts::write(folder.path(), &addresses).unwrap();
         let mut command = Command::new("none");
         set(&mut command, Over::Ring, 1, &addresses, &hosts).unwrap();

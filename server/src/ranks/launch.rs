@@ -4,6 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use steersman_engine::policy::this_program;
+use steersman_rank_control::Addresses;
 
 use super::Over;
 use super::control::{Assignment, Part};
@@ -41,8 +42,7 @@ impl Launch {
     pub fn process(
         &self,
         rank: usize,
-        addresses: &[String],
-        log: &str,
+        addresses: &Addresses,
         hosts: &Hosts,
     ) -> Result<(Command, Assignment)> {
         let mut command =
@@ -51,12 +51,12 @@ impl Launch {
             0 => command.arg(FIRST).args(arguments().skip(1)),
             _ => command.arg(FOLLOW),
         };
-        set(&mut command, self.over, rank, addresses, hosts)?;
+        set(&mut command, self.over, rank, &addresses.ranks, hosts)?;
         let assignment = Assignment {
             rank,
-            count: addresses.len(),
+            count: addresses.ranks.len(),
             over: self.over,
-            log: log.into(),
+            log: addresses.log.clone(),
             key: self.key.clone(),
             model: self.part.clone(),
         };

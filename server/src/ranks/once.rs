@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::mpsc::channel;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use super::Over;
 use super::control::{FromProcess, Part};
@@ -17,13 +17,12 @@ use super::process::{Heard, RankProcess, described};
 /// If a process cannot be started, or one of them fails.
 pub fn run_once(over: Over, count: usize, part: Part, folder: &Path) -> Result<()> {
     let launch = Launch::new(over, part)?;
-    let mut addresses = free_addresses(count + 1)?;
-    let log = addresses.pop().context("there is no address for the log")?;
-    let hosts = Hosts::write(folder, &addresses)?;
+    let addresses = free_addresses(count)?;
+    let hosts = Hosts::write(folder, &addresses.ranks)?;
     let (sender, heard) = channel();
     let mut processes = Vec::new();
     for rank in 0..count {
-        let (command, assignment) = launch.process(rank, &addresses, &log, &hosts)?;
+        let (command, assignment) = launch.process(rank, &addresses, &hosts)?;
         let sender = sender.clone();
         // Fails when this function has returned.
         let hear = move |what| drop(sender.send((rank, what)));

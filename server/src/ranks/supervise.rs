@@ -298,12 +298,11 @@ impl Supervision {
 
     fn find_addresses(&mut self) -> Result<Addresses> {
         let Supervised { count, data_dir, .. } = &self.supervised;
-        let mut ranks = free_addresses(count + 1)?;
-        let log = ranks.pop().context("there is no address for the log")?;
+        let addresses = free_addresses(*count)?;
         // The file of the last ranks is removed before this one is written.
         self.hosts = None;
-        self.hosts = Some(Hosts::write(data_dir, &ranks)?);
-        Ok(Addresses { ranks, log })
+        self.hosts = Some(Hosts::write(data_dir, &addresses.ranks)?);
+        Ok(addresses)
     }
 
     fn perform_of_agent(&mut self, now: Millis, rank: usize, action: AgentAction) {
@@ -347,8 +346,7 @@ impl Supervision {
     fn spawn(&mut self, rank: usize, addresses: &Addresses) -> Result<()> {
         let hosts = self.hosts.as_ref().context("the ranks have no addresses")?;
         let Supervised { launch, listener, .. } = &self.supervised;
-        let (command, assignment) =
-            launch.process(rank, &addresses.ranks, &addresses.log, hosts)?;
+        let (command, assignment) = launch.process(rank, addresses, hosts)?;
         let listener = (rank == 0).then_some(listener);
         let local = &mut self.ranks[rank];
         local.started += 1;
