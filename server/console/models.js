@@ -158,10 +158,11 @@ function pull(state, ended) {
   return { element, draw, download };
 }
 
-/** The models in the cache of this machine, for operators. `load(id)` loads one that is served. Returns the element, and `read()`, which lists them anew. */
+/** The models in the cache of this machine, for operators. `load(id)` loads one that is served. Returns the element, and `read()`, which lists them anew and says whether it could. */
 function downloads(load) {
   const body = h("tbody");
   const none = empty("Nothing is downloaded", "Models of the hub appear here.");
+  none.hidden = true;
   const problem = h("div", { role: "status" });
   const kept = h("div");
   const table = h("div", { class: "scroll", hidden: true }, h("table", {}, h("caption", { class: "sr" }, "Models on the disk"),
@@ -211,16 +212,23 @@ function downloads(load) {
     h("td", { "data-label": "Model", class: "wrap" }, entry.model), h("td", { "data-label": "Size" }, bytes(entry.bytes)),
     h("td", { "data-label": "State" }, entry.served ? chip("served", "finished") : entry.complete ? chip("complete", "cancelled") : chip("incomplete", "prefill")),
     h("td", { "data-label": "" }, h("div", { class: "row" }, entry.models.map((model) => actions(entry, model)), entry.served ? "" : h("button", { type: "button", "aria-label": `Remove ${entry.model}`, onclick: () => remove(entry) }, "Remove"))));
+  /** The number of the newest read: an older one that is answered later is not shown. */
+  let newest = 0;
+  /** Whether the list was read. */
   async function read() {
+    const own = ++newest;
     try {
       const { models: all } = await get("/v1/downloads");
+      if (own !== newest) return true;
       problem.replaceChildren();
       body.replaceChildren(...all.map(row));
       kept.replaceChildren(...all.flatMap((entry) => entry.models).filter((model) => model.served_by === "operator").map(lines));
       table.hidden = all.length === 0;
       none.hidden = all.length > 0;
+      return true;
     } catch (error) {
       problem.replaceChildren(notice("bad", h("p", {}, error.message)));
+      return false;
     }
   }
   const element = h("section", { "aria-labelledby": "disk-title" }, h("h2", { id: "disk-title" }, "On this disk"), problem, none, table, kept);
@@ -242,7 +250,6 @@ export function models(element, state) {
     download.element,
     ...(state.isOperator ? [search(download.download), files.element] : []),
     h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
-  if (state.isOperator) files.read();
   /** Models that a button of this page loads or unloads, with what it does. */
   const busy = new Map();
   async function act(id, [label, , keepAlive, done]) {
@@ -262,7 +269,7 @@ export function models(element, state) {
 
   let before = "";
   let items = [];
-  /** Names of what is served, and not known at first. */
+  /** Names of what was served when the list of files was read. */
   let served = null;
   function refresh() {
     keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }, h("div", { class: "known" }), h("div", { class: "actions" })), (card, item) => {
@@ -278,10 +285,10 @@ export function models(element, state) {
   return poll(async (signal) => {
     const [{ data }, health, cache, { running }] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal), state.isOperator ? get("/v1/models/pull", signal) : { running: null }]);
     download.draw(running);
-    // Another page, or a server that was started again, serves others.
+    // Another page, or a server that was started again, serves others. The list is read after the names that it is kept
+    // under: a change between the two shows in the next names.
     const names = JSON.stringify(health.models.map(({ model }) => model));
-    if (state.isOperator && served !== null && served !== names) files.read();
-    served = names;
+    if (state.isOperator && served !== names && (await files.read())) served = names;
     const own = new Map(health.models.map((report) => [report.model, report]));
     items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
       model: entry, report: own.get(entry.id),

@@ -325,7 +325,14 @@ export default {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
     // By another operator, or not any more by a server that was started again.
     let by = null;
+    let isFirst = true;
     await page.route("**/health", async (route) => {
+      // The first change is made while the page opens.
+      if (isFirst) {
+        isFirst = false;
+        await new Promise((done) => setTimeout(done, 500));
+        by = "operator";
+      }
       const response = await route.fetch();
       const health = await response.json();
       if (by) health.models.push({ ...health.models[0], model: "owner/spare", state: "on disk" });
@@ -337,11 +344,11 @@ export default {
     });
     await visit(page, "models");
     const [load, stop] = ["Load owner/spare from the disk", "Stop serving owner/spare"].map((name) => page.getByRole("button", { name }));
-    await load.waitFor();
-    by = "operator";
     await stop.waitFor();
     by = null;
     await load.waitFor();
+    by = "operator";
+    await stop.waitFor();
     assert.deepEqual(seen.errors, []);
     // The page asks again and again: an answer that is under way would fail with the page.
     await page.unrouteAll({ behavior: "wait" });
