@@ -1,5 +1,5 @@
 //! The addresses of the servers that use a data folder: `chat` and `run` find a server that listens elsewhere than its
-//! configuration says.
+//! configuration says, and wait for one that starts.
 //!
 //! Each server has a file, which it keeps locked. The system unlocks the file of a server that is killed: nobody sends keys and
 //! prompts to whoever listens at its address later.
@@ -10,8 +10,14 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// The name of a file within the data folder, around the port.
-const NAME: [&str; 2] = ["server-", ".address"];
+/// Start of the name of each file.
+const SERVER: &str = "server-";
+
+/// End of the name of a file with an address, after the port.
+const ADDRESS: &str = ".address";
+
+/// End of the name of a file without an address yet.
+const STARTING: &str = ".starting";
 
 /// Longest file that is read.
 const BYTES: u64 = 64;
@@ -19,38 +25,65 @@ const BYTES: u64 = 64;
 /// Most files that are looked at.
 const FILES: usize = 64;
 
-/// The file with the address of this process, which is removed on drop.
-pub struct Announced {
+/// What the data folder says of this process, until it is dropped. A warning is logged if it cannot be written.
+pub struct Announced(Option<Own>);
+
+/// The file of this process, which is removed on drop.
+struct Own {
     path: PathBuf,
     /// Unlocked when it is closed.
-    _locked: File,
+    locked: File,
 }
 
 impl Announced {
-    /// Writes `address` into `data_dir`, and removes the files of servers that have ended.
-    ///
-    /// # Errors
-    /// If the file cannot be written or locked.
-    pub fn write(data_dir: &Path, address: SocketAddr) -> io::Result<Self> {
+    /// Announces in `data_dir` a server that starts, and removes the files of servers that have ended.
+    pub fn start(data_dir: &Path) -> Self {
+        Self(written(Own::write(data_dir)))
+    }
+
+    /// Announces that the server listens at `address`.
+    pub fn listen(&mut self, address: SocketAddr) {
+        let own = self.0.take().map(|own| own.with_address(address)).transpose();
+        self.0 = written(own).flatten();
+    }
+}
+
+/// `value`, or a warning.
+fn written<T>(value: io::Result<T>) -> Option<T> {
+    value
+        .inspect_err(|error| {
+            tracing::warn!(%error, "`steersman chat` and `run` find this server at the configured address only");
+        })
+        .ok()
+}
+
+impl Own {
+    fn write(data_dir: &Path) -> io::Result<Self> {
         steersman_files::create_private_folder(data_dir)?;
         for Found { path, is_locked, .. } in files(data_dir) {
             if !is_locked {
                 let _ = fs::remove_file(path);
             }
         }
-        let port = address.port();
-        let path = data_dir.join(format!("{}{port}{}", NAME[0], NAME[1]));
         // It is locked before it has its name: nobody takes it for that of a server that has ended.
-        let new = data_dir.join(format!(".{}{port}", NAME[0]));
-        let mut file = File::create(&new)?;
-        file.lock()?;
-        file.write_all(address.to_string().as_bytes())?;
-        fs::rename(&new, &path)?;
-        Ok(Self { path, _locked: file })
+        let new = tempfile::Builder::new().prefix(&format!(".{SERVER}")).tempfile_in(data_dir)?;
+        new.as_file().lock()?;
+        let name = new.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let path = data_dir.join(format!("{}{STARTING}", name.trim_start_matches('.')));
+        let locked = new.persist(&path)?;
+        Ok(Self { path, locked })
+    }
+
+    fn with_address(mut self, address: SocketAddr) -> io::Result<Self> {
+        self.locked.write_all(address.to_string().as_bytes())?;
+        let path = self.path.with_file_name(format!("{SERVER}{}{ADDRESS}", address.port()));
+        fs::rename(&self.path, &path)?;
+        self.path = path;
+        Ok(self)
     }
 }
 
-impl Drop for Announced {
+impl Drop for Own {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
@@ -59,20 +92,24 @@ impl Drop for Announced {
 /// The file of a server.
 struct Found {
     path: PathBuf,
+    has_address: bool,
     is_locked: bool,
     written: SystemTime,
 }
 
 /// The files of servers in `data_dir`.
 fn files(data_dir: &Path) -> Vec<Found> {
-    let is_of_server = |name: &str| {
-        let port = name.strip_prefix(NAME[0]).and_then(|rest| rest.strip_suffix(NAME[1]));
-        port.is_some_and(|port| port.parse::<u16>().is_ok())
+    let has_address = |name: &str| {
+        let rest = name.strip_prefix(SERVER)?;
+        let is_port = |port: &str| port.parse::<u16>().is_ok();
+        let has_address = rest.strip_suffix(ADDRESS).is_some_and(is_port);
+        (has_address || rest.ends_with(STARTING)).then_some(has_address)
     };
     let entries = fs::read_dir(data_dir).into_iter().flatten().flatten();
-    let paths = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_of_server));
-    let found = paths.take(FILES).filter_map(|entry| {
-        let file = File::open(entry.path()).ok()?;
+    let known =
+        entries.filter_map(|entry| Some((has_address(entry.file_name().to_str()?)?, entry.path())));
+    let found = known.take(FILES).filter_map(|(has_address, path)| {
+        let file = File::open(&path).ok()?;
         let written = file.metadata().and_then(|metadata| metadata.modified()).ok()?;
         let is_locked = match file.try_lock_shared() {
             Ok(()) => false,
@@ -80,15 +117,20 @@ fn files(data_dir: &Path) -> Vec<Found> {
             // Nothing is known of it.
             Err(TryLockError::Error(_)) => return None,
         };
-        Some(Found { path: entry.path(), is_locked, written })
+        Some(Found { path, has_address, is_locked, written })
     });
     found.collect()
+}
+
+/// Whether a server that uses `data_dir` starts, and does not listen yet.
+pub fn is_starting(data_dir: &Path) -> bool {
+    files(data_dir).iter().any(|file| file.is_locked && !file.has_address)
 }
 
 /// The addresses of the servers that use `data_dir`, the newest first.
 pub fn read(data_dir: &Path) -> Vec<SocketAddr> {
     let mut found = files(data_dir);
-    found.retain(|file| file.is_locked);
+    found.retain(|file| file.is_locked && file.has_address);
     found.sort_by_key(|file| std::cmp::Reverse(file.written));
     let address = |file: Found| {
         let bytes = steersman_files::read(&file.path, BYTES).ok()?;
@@ -108,6 +150,34 @@ mod tests {
         fs::read_dir(data_dir).unwrap().count()
     }
 
+    fn announced(data_dir: &Path, address: SocketAddr) -> Announced {
+        let mut announced = Announced::start(data_dir);
+        announced.listen(address);
+        announced
+    }
+
+    /// `run` beside a server that was about to listen loaded another copy of the model.
+    #[test]
+    fn a_server_that_starts_is_known_before_it_listens() {
+        let data = tempfile::tempdir().unwrap();
+        let data = data.path();
+        assert!(!is_starting(data));
+        let mut first = Announced::start(data);
+        let second = Announced::start(data);
+        assert_eq!((is_starting(data), read(data)), (true, Vec::new()));
+        drop(second);
+        assert!(is_starting(data));
+        let address = "127.0.0.1:1".parse().unwrap();
+        first.listen(address);
+        assert_eq!((is_starting(data), read(data)), (false, vec![address]));
+        drop(first);
+        // One that was killed while it started is none.
+        fs::write(data.join("server-killed.starting"), "").unwrap();
+        assert!(!is_starting(data));
+        drop(Announced::start(data));
+        assert_eq!(names(data), 0);
+    }
+
     /// A second start that failed, ended or was killed left `chat` and `run` without the server that ran: they loaded another
     /// copy of the model.
     #[test]
@@ -116,15 +186,15 @@ mod tests {
         let data = data.path().join("new");
         assert_eq!(read(&data), []);
         let [first, second] = ["127.0.0.1:1", "[::1]:2"].map(|address| address.parse().unwrap());
-        let announced = Announced::write(&data, first).unwrap();
+        let older = announced(&data, first);
         assert_eq!(read(&data), [first]);
         // The time of a file may have a resolution of 10 ms.
         sleep(Duration::from_millis(20));
-        let newer = Announced::write(&data, second).unwrap();
+        let newer = announced(&data, second);
         assert_eq!(read(&data), [second, first]);
         drop(newer);
         assert_eq!(read(&data), [first]);
-        drop(announced);
+        drop(older);
         assert_eq!((read(&data), names(&data)), (Vec::new(), 0));
     }
 
@@ -138,10 +208,10 @@ mod tests {
         fs::write(data.join("server-x.address"), "127.0.0.1:2").unwrap();
         assert_eq!(read(data), []);
         let address = "127.0.0.1:3".parse().unwrap();
-        let announced = Announced::write(data, address).unwrap();
+        let server = announced(data, address);
         assert!(!killed.exists());
         assert_eq!(read(data), [address]);
-        drop(announced);
+        drop(server);
         assert_eq!(names(data), 1);
     }
 }

@@ -3,7 +3,6 @@
 mod cli;
 
 use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -12,13 +11,14 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 use futures_util::future::select_all;
+use steersman::address::Announced;
 use steersman::bench::{model, shape};
-use steersman::config::{FileConfig, ServerConfig};
+use steersman::config::FileConfig;
 use steersman::manage::Task;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::program::Program;
-use steersman::ranks::{Launch, Member, Over, Part, Supervised};
+use steersman::ranks::{Member, Part};
 use steersman::reload::Reloader;
 use steersman::shutdown::Stage;
 use steersman::signals::Signals;
@@ -27,10 +27,8 @@ use steersman::telemetry::Traces;
 use steersman::verify::On;
 use steersman::wiring::Wiring;
 use steersman::{
-    address, cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk,
-    verify,
+    cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk, verify,
 };
-use steersman_engine::config::Config;
 use steersman_engine::loading;
 use steersman_engine::policy::{PolicyReport, Storage, compile_if_asked, this_program};
 use steersman_engine::{Engine, EngineThread, Info};
@@ -157,8 +155,10 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     apply(&mut file);
     let source = file.source.clone();
     let (server, config) = file.check()?;
-    if ranks > 1 && member.is_none() {
-        return supervise(config, &server, data_dir, ranks as usize, over);
+    // A command that finds no server loads a model of its own. Ranks are announced by their parent.
+    let mut announced = member.is_none().then(|| Announced::start(&data_dir));
+    if let Some(announced) = announced.take_if(|_| ranks > 1) {
+        return ranks::supervise(config, &server, data_dir, ranks as usize, over, announced);
     }
     let reloader = path
         .as_deref()
@@ -201,10 +201,8 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     if !address.ip().is_loopback() && server.api_keys.is_empty() && !wiring.has_key() {
         tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
     }
-    // A command without it loads a model of its own.
-    let announced = address::Announced::write(&data_dir, address);
-    if let Err(error) = &announced {
-        tracing::warn!(%error, "`steersman chat` and `run` find this server at the configured address only");
+    if let Some(announced) = &mut announced {
+        announced.listen(address);
     }
     let offered = link::offer(address, &server, wiring.has_created_keys())?;
     let console = offered.map(|(link, url)| {
@@ -336,25 +334,6 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     join(threads.into_iter().chain(all.take_threads()).collect())?;
     tracing::info!("server stopped");
     Ok(())
-}
-
-/// Starts a server whose model is computed by `count` ranks, and starts them again until a signal stops it.
-fn supervise(
-    mut config: Config,
-    server: &ServerConfig,
-    data_dir: PathBuf,
-    count: usize,
-    over: Option<Over>,
-) -> Result<()> {
-    let runtime = Runtime::new().context("starting the runtime")?;
-    let _entered = runtime.enter();
-    // Before files are downloaded: a port in use should fail at once.
-    let listener = runtime.block_on(serve::listen(server))?.into_std()?;
-    let folder = find(&mut config, &data_dir)?.folder;
-    let over = over.unwrap_or_else(|| Over::of(config.model.device));
-    let part = Part { folder, config: config.model, data_dir: data_dir.clone() };
-    let launch = Launch::new(over, part)?;
-    ranks::supervise(Supervised { launch, count, listener, data_dir }, server)
 }
 
 /// Waits for the engine threads; then their saved state is on disk.

@@ -23,10 +23,9 @@ use steersman_engine::config::Device;
 use steersman_engine::tools::ranks::Backend;
 
 pub use self::control::Part;
-pub use self::launch::Launch;
 pub use self::member::{Lead, Member, arguments, follow, is_first, is_follower};
 pub use self::once::run_once;
-pub use self::supervise::{Supervised, supervise};
+pub use self::supervise::supervise;
 
 /// What carries the arrays of ranks that are processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

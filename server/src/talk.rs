@@ -21,6 +21,12 @@ use crate::{address, bundled};
 /// Time between two looks at a server that loads its models.
 const LOADING_PAUSE: Duration = Duration::from_millis(500);
 
+/// Time in which a server that was started together with a command is announced.
+const JUST_STARTED: Duration = Duration::from_millis(150);
+
+/// Time between two looks at a server that starts, and most of them. It listens before it loads its models.
+const STARTING: (Duration, usize) = (Duration::from_millis(50), 200);
+
 /// A server, and the name by which it has the model; empty for its first one.
 type Served = (Client, String);
 
@@ -89,8 +95,9 @@ fn in_this_process(
 }
 
 /// The server that runs at the configured address, or else the one that uses `data_dir`, if it has
-/// `model`, or whichever runs there if no model is named. One line on stderr names it if that is a terminal; the reason why a server is not
-/// used is written in any case.
+/// `model`, or whichever runs there if no model is named. One that starts is waited for. One line
+/// on stderr names it if that is a terminal; the reason why a server is not used is written in any
+/// case.
 ///
 /// # Errors
 /// If it requires a key that is not known here.
@@ -100,20 +107,15 @@ async fn running(
     key: Option<&str>,
     model: Option<&str>,
 ) -> Result<Option<Served>> {
-    let configured_key = file.server.api_keys.first().map(|key| key.expose_secret());
     let configured = url(&file.server.host, file.server.port);
-    // No server listens on port 0.
-    let of_configuration = (file.server.port != 0).then(|| configured.clone());
-    let of_data_dir = address::read(data_dir).into_iter();
-    let of_data_dir = of_data_dir.map(|at| url(&at.ip().to_string(), at.port()));
-    let mut found = None;
-    for url in of_configuration.into_iter().chain(of_data_dir) {
-        // Another key cannot be one of this server.
-        let Ok(client) = Client::new(&url, key.or(configured_key)) else { continue };
-        if is_ready(&client).await {
-            found = Some((client, url));
-            break;
+    let mut found = answering(file, data_dir, key).await;
+    if found.is_none() {
+        tokio::time::sleep(JUST_STARTED).await;
+        let (pause, most) = STARTING;
+        for _ in (0..most).take_while(|_| address::is_starting(data_dir)) {
+            tokio::time::sleep(pause).await;
         }
+        found = answering(file, data_dir, key).await;
     }
     let Some((client, url)) = found else {
         // A closed stderr is no error.
@@ -142,7 +144,7 @@ async fn running(
         // A closed stderr is no error.
         let _ = writeln!(
             stderr,
-            "the server at {url} does not serve {model}, so it is loaded in this process; to have \
+            "the server at {url} does not serve {model}, so this process tries to load it; to have \
              the server load it on demand, add it to [models] of its configuration"
         );
         return Ok(None);
@@ -151,6 +153,28 @@ async fn running(
         let _ = writeln!(stderr, "{name} on the server at {url}");
     }
     Ok(Some((client, name)))
+}
+
+/// The server that answers at the configured address, or else the newest one that uses `data_dir`, and its address.
+async fn answering(
+    file: &FileConfig,
+    data_dir: &Path,
+    key: Option<&str>,
+) -> Option<(Client, String)> {
+    let configured_key = file.server.api_keys.first().map(|key| key.expose_secret());
+    // No server listens on port 0.
+    let of_configuration =
+        (file.server.port != 0).then(|| url(&file.server.host, file.server.port));
+    let of_data_dir = address::read(data_dir).into_iter();
+    let of_data_dir = of_data_dir.map(|at| url(&at.ip().to_string(), at.port()));
+    for url in of_configuration.into_iter().chain(of_data_dir) {
+        // Another key cannot be one of this server.
+        let Ok(client) = Client::new(&url, key.or(configured_key)) else { continue };
+        if is_ready(&client).await {
+            return Some((client, url));
+        }
+    }
+    None
 }
 
 /// Whether a server answers. Waits for one that loads its models.

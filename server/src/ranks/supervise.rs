@@ -12,14 +12,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
+use steersman_engine::config::Config;
 use steersman_rank_control::{Addresses, Agent, AgentAction, Millis, Supervisor, SupervisorAction};
+use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 use super::control::{FromProcess, ToProcess};
 use super::environment::{Hosts, free_addresses};
 use super::launch::Launch;
 use super::process::{Heard, RankProcess, described};
+use super::{Over, Part};
+use crate::address::Announced;
 use crate::config::ServerConfig;
+use crate::models::find;
 use crate::serve;
 use crate::signals::{Hangups, Signals, StopSignals};
 
@@ -27,15 +32,15 @@ use crate::signals::{Hangups, Signals, StopSignals};
 const TICK: Duration = Duration::from_millis(100);
 
 /// A server whose model is computed by ranks of this machine.
-pub struct Supervised {
+struct Supervised {
     /// How their processes are started.
-    pub launch: Launch,
+    launch: Launch,
     /// How many there are.
-    pub count: usize,
+    count: usize,
     /// The socket that clients connect to.
-    pub listener: TcpListener,
+    listener: TcpListener,
     /// Where the file with the addresses of ranks is.
-    pub data_dir: PathBuf,
+    data_dir: PathBuf,
 }
 
 /// What happens to the parent.
@@ -48,17 +53,35 @@ enum Event {
     Reload,
 }
 
-/// Runs the server until a signal stops it, within a runtime.
+/// Starts a server whose model is computed by `count` ranks, and starts them again until a signal stops it. `announced` gets its
+/// address.
 ///
 /// # Errors
-/// If a rank cannot load its part at the first attempt, or if the first rank fails while the server stops.
-pub fn supervise(supervised: Supervised, config: &ServerConfig) -> Result<()> {
+/// If the port is in use, if a rank cannot load its part at the first attempt, or if the first rank fails while the server stops.
+pub fn supervise(
+    mut config: Config,
+    server: &ServerConfig,
+    data_dir: PathBuf,
+    count: usize,
+    over: Option<Over>,
+    mut announced: Announced,
+) -> Result<()> {
+    let runtime = Runtime::new().context("starting the runtime")?;
+    let _entered = runtime.enter();
+    // Before files are downloaded: a port in use should fail at once.
+    let listener = runtime.block_on(serve::listen(server))?.into_std()?;
+    announced.listen(listener.local_addr().context("reading the address")?);
+    let folder = find(&mut config, &data_dir)?.folder;
+    let over = over.unwrap_or_else(|| Over::of(config.model.device));
+    let part = Part { folder, config: config.model, data_dir: data_dir.clone() };
+    let launch = Launch::new(over, part)?;
+
     let (sender, events) = channel();
     let Signals { stop, hangups } = Signals::install()?;
     tokio::spawn(forward(sender.clone(), stop, hangups));
     let (why, refused) = watch::channel(None);
-    tokio::spawn(refuse(supervised.listener.try_clone()?, refused, config.clone()));
-    Supervision::new(supervised, sender, why).run(&events)
+    tokio::spawn(refuse(listener.try_clone()?, refused, server.clone()));
+    Supervision::new(Supervised { launch, count, listener, data_dir }, sender, why).run(&events)
 }
 
 /// Makes events of signals.

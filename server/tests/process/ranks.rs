@@ -71,7 +71,7 @@ struct Server {
     log: Receiver<String>,
     /// The processes of its ranks, in the order in which they were started.
     started: RefCell<Vec<String>>,
-    _data: tempfile::TempDir,
+    data: tempfile::TempDir,
 }
 
 impl Server {
@@ -90,9 +90,13 @@ impl Server {
         let (sender, log) = channel();
         thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| sender.send(line)));
         let (url, started) = (String::new(), RefCell::default());
-        let mut server = Self { process, url, log, started, _data: data };
+        let mut server = Self { process, url, log, started, data };
         let ready = server.logged("models=");
-        server.url = format!("http://{}", value(&ready, "address"));
+        let address = value(&ready, "address");
+        // `chat` and `run` find it.
+        let announced = steersman::address::read(server.data.path());
+        assert_eq!(announced, [address.parse().unwrap()]);
+        server.url = format!("http://{address}");
         server
     }
 

@@ -1,6 +1,8 @@
 //! `steersman chat` and `steersman run` beside a running server.
 
+use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Result;
 use steersman::address::Announced;
@@ -78,10 +80,17 @@ async fn commands_talk_to_the_server_of_their_data_folder_wherever_it_listens() 
     // Nothing listens there.
     file.server.port = 1;
     let asked = Some("qwen3:4b");
-    let address = format!("127.0.0.1:{}", served.server.port);
-    let announced = Announced::write(data.path(), address.parse().unwrap()).unwrap();
+    let address: SocketAddr = ([127, 0, 0, 1], served.server.port).into();
+    // One that starts is waited for.
+    let mut announced = Announced::start(data.path());
+    let announced = tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        announced.listen(address);
+        announced
+    });
     let found = talk_in(data.path(), &file, Server::default(), asked).await.unwrap();
     assert_eq!(found, (format!("http://{address}"), "qwen3:4b".to_string()));
+    let announced = announced.await.unwrap();
     // The configured address comes first.
     let other = running("qwen3:4b", &[]).await;
     let found = talk_in(data.path(), &other, Server::default(), asked).await.unwrap();
@@ -89,7 +98,8 @@ async fn commands_talk_to_the_server_of_their_data_folder_wherever_it_listens() 
     // A server that was killed leaves its address.
     drop(announced);
     let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let _announced = Announced::write(data.path(), gone).unwrap();
+    let mut announced = Announced::start(data.path());
+    announced.listen(gone);
     let error = talk_in(data.path(), &file, Server::default(), Some(ABSENT)).await.unwrap_err();
     assert!(format!("{error:#}").contains("absent.gguf"), "{error:#}");
 }

@@ -146,7 +146,7 @@ const HOUSES: [House; 6] = [
             ("media_type", ""),
             ("models", "config hub"),
             ("program", ""),
-            ("ranks", "config exit serve signals"),
+            ("ranks", "address config exit models serve signals"),
             ("reload", "check config signals"),
             ("serve", "api config connections console heap shutdown throttle"),
             ("shutdown", ""),
