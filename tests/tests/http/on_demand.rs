@@ -193,7 +193,9 @@ async fn models_are_described_whether_or_not_they_are_loaded() {
     assert_eq!(tags, ["owner/tiny", "a", "owner/tiny@strict", "gpt"]);
     let (status, _) = ask(&app, "owner/tiny").await;
     assert_eq!(status, StatusCode::OK);
-    assert_eq!(names(get(&app, "/api/ps").await), ["owner/tiny", "a", "owner/tiny@strict", "gpt"]);
+    let loaded = get(&app, "/api/ps").await;
+    assert!(loaded["models"][0]["context_length"].as_u64() > Some(0), "{loaded}");
+    assert_eq!(names(loaded), ["owner/tiny", "a", "owner/tiny@strict", "gpt"]);
     let metrics = axum::http::Request::get("/metrics").body(Body::empty()).unwrap();
     let metrics = bytes(send(&app, metrics).await).await;
     let metrics = String::from_utf8(metrics.to_vec()).unwrap();

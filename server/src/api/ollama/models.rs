@@ -48,6 +48,9 @@ struct Model {
     size_vram: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     expires_at: Option<String>,
+    /// Tokens of prompt and reply.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    context_length: Option<u64>,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -98,14 +101,14 @@ pub async fn running(
     let (names, described) = described_for(&app, &caller).await?;
     let loaded = names.iter().filter_map(|name| {
         let described = &described[name.index];
-        described.engine.as_ref()?;
+        let context_length = Some(described.engine.as_ref()?.info().context as u64);
         let weights = described.report.bytes;
         let expires_at = described.report.expires.map(|expires| {
             let expires = SignedDuration::try_from(expires).unwrap_or_default();
             (Timestamp::now() + expires).to_string()
         });
         let model = model(&name.name, described);
-        Some(Model { size: weights, size_vram: Some(weights), expires_at, ..model })
+        Some(Model { size: weights, size_vram: Some(weights), expires_at, context_length, ..model })
     });
     Ok(Json(ModelList { models: loaded.collect() }))
 }
@@ -122,6 +125,7 @@ fn model(name: &str, described: &Description) -> Model {
         details: details(described),
         size_vram: None,
         expires_at: None,
+        context_length: None,
     }
 }
 
