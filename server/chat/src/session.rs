@@ -17,7 +17,19 @@ pub const HELP: &str = "\
 /load FILE          continue a conversation that was saved, in place of this one
 /help               list the commands
 /exit, /bye         leave, as Ctrl-D does
-Ctrl-C stops a reply. A line that ends with \\ continues on the next. // at the beginning sends a /.";
+Ctrl-C stops a reply. A line that ends with \\ continues on the next. Text between two \"\"\" has any lines. // at the
+beginning sends a /.";
+
+/// What stands around a text of several lines.
+const QUOTES: &str = "\"\"\"";
+
+/// The beginning of a text, to which the next line is to be added; `None` if `entered` is the whole text.
+pub fn unfinished(entered: &str) -> Option<String> {
+    match entered.trim_start().strip_prefix(QUOTES) {
+        Some(quoted) => (!quoted.trim_end().ends_with(QUOTES)).then(|| format!("{entered}\n")),
+        None => entered.strip_suffix('\\').map(|text| format!("{text}\n")),
+    }
+}
 
 /// A line that the user has entered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +65,10 @@ impl Command {
     /// If it is a command that does not exist or has a wrong argument; says what to write.
     pub fn parse(line: &str) -> Result<Self, String> {
         let line = line.trim();
+        let quoted = line.strip_prefix(QUOTES).and_then(|text| text.strip_suffix(QUOTES));
+        if let Some(text) = quoted.map(|text| text.trim_matches('\n')) {
+            return Ok(if text.trim().is_empty() { Self::Nothing } else { Self::Say(text.into()) });
+        }
         let Some(command) = line.strip_prefix('/') else {
             return Ok(if line.is_empty() { Self::Nothing } else { Self::Say(line.into()) });
         };
@@ -213,6 +229,26 @@ mod tests {
         assert_eq!(parse("/save my chat.json"), Command::Save("my chat.json".into()));
         // As in Ollama's chat.
         assert_eq!((parse("/clear"), parse("/bye")), (Command::Reset, Command::Exit));
+    }
+
+    /// A user of Ollama's chat quotes texts of several lines, whose first one was sent alone.
+    #[test]
+    fn a_text_between_quotes_has_several_lines() {
+        assert_eq!(unfinished("one line"), None);
+        assert_eq!(unfinished("one \\"), Some("one \n".into()));
+        let begun = unfinished("\"\"\"").unwrap();
+        let begun = unfinished(&(begun + "  /not a command \\")).unwrap();
+        let whole = begun + "the end\"\"\" ";
+        assert_eq!(unfinished(&whole), None);
+        let text = "  /not a command \\\nthe end".to_string();
+        assert_eq!(Command::parse(&whole), Ok(Command::Say(text)));
+        for (whole, command) in [
+            ("\"\"\"a\"\"\"", Command::Say("a".into())),
+            ("\"\"\"\n\"\"\"", Command::Nothing),
+            ("say \"\"\"", Command::Say("say \"\"\"".into())),
+        ] {
+            assert_eq!((unfinished(whole), Command::parse(whole)), (None, Ok(command)));
+        }
     }
 
     #[test]

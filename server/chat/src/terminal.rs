@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 
 use crate::client::{Client, End, Piece};
 use crate::screen::Screen;
-use crate::session::{Command, HELP, Session};
+use crate::session::{Command, HELP, Session, unfinished};
 
 /// Lines that the history keeps.
 const HISTORY: usize = 1000;
@@ -78,14 +78,14 @@ impl Lines {
         loop {
             let prompt = if text.is_empty() { PROMPT } else { CONTINUED };
             match self.editor.readline(prompt) {
-                Ok(line) => match line.strip_suffix('\\') {
-                    Some(line) => text = text + line + "\n",
-                    None => {
-                        text += &line;
+                Ok(line) => {
+                    text += &line;
+                    let Some(begun) = unfinished(&text) else {
                         self.remember(&text, screen)?;
                         return Ok(Some(text));
-                    }
-                },
+                    };
+                    text = begun;
+                }
                 Err(ReadlineError::Interrupted) => {
                     text.clear();
                     screen.remark("Ctrl-D leaves")?;
