@@ -15,6 +15,7 @@ use wit_bindgen_core::{Files, wit_parser::Resolve};
 use wit_component::{ComponentEncoder, DecodedWasm, decode};
 
 use super::unexported;
+use crate::{PROGRESS, patiently};
 
 /// The target of Rust guests.
 const TARGET: &str = "wasm32-unknown-unknown";
@@ -412,7 +413,10 @@ fn explained(
     explain: fn(&str) -> Option<String>,
 ) -> Result<()> {
     let name = announced(&command);
-    let output = match command.stdout(Stdio::inherit()).stderr(Stdio::piped()).output() {
+    command.stdout(Stdio::inherit()).stderr(Stdio::piped());
+    // A first build compiles the dependencies, and on Debian the standard library.
+    let say = |seconds: u64| eprintln!("building with {name}: {seconds} s");
+    let output = match patiently(PROGRESS, say, || command.output()) {
         Ok(output) => output,
         Err(error) => return Err(not_started(error, &name, install)),
     };
