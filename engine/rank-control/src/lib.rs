@@ -30,14 +30,14 @@ pub type Generation = u64;
 /// Time between two signs of life.
 pub const BEAT_MS: Millis = 1000;
 
-/// Time after which somebody without a sign of life is given up.
+/// Time after which an agent or process without a sign of life counts as lost.
 pub const SILENCE_MS: Millis = 3 * BEAT_MS;
 
 /// Time that a process has to tell its clients that it ends.
 pub const GRACE_MS: Millis = 500;
 
-/// Longest time that a process may compute without an end. Passes take less on the slowest machine; a process that waits for
-/// arrays which never come takes for ever.
+/// Longest time that one computation of a process may take. Passes take less on the slowest machine; a process whose peer does
+/// not send waits without end.
 pub const ENTRY_MS: Millis = 120_000;
 
 /// Longest time that a process may take to load its part.

@@ -25,14 +25,14 @@ pub enum SupervisorAction {
     },
 }
 
-/// What is known of the agent of a rank, and of its process.
+/// The state of a rank's agent and process, as the supervisor knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Not connected.
+    /// The agent is not connected.
     Absent,
-    /// Without a process.
+    /// The agent has no process.
     Idle,
-    /// The process was told to start, or loads.
+    /// The process starts or loads its part.
     Loading,
     /// The process computes.
     Ready,
@@ -68,14 +68,14 @@ pub struct Supervisor {
     members: Vec<Member>,
     phase: Phase,
     generation: Generation,
-    /// When it last sent a sign of life.
+    /// When the supervisor last sent a sign of life.
     beat: Millis,
     /// Attempts in a row that never served.
     failed: u32,
 }
 
 impl Supervisor {
-    /// The supervisor of so many ranks, none of whose agents is there yet.
+    /// Creates the supervisor of `ranks` ranks, whose agents have yet to connect.
     pub fn new(ranks: usize) -> Self {
         let absent = || Member { state: State::Absent, heard: 0, digest: String::new() };
         Self {

@@ -30,7 +30,7 @@ pub struct Schedule {
     queue: Arc<Queue>,
     /// Running sequences, in the order of admission.
     running: Vec<Sequence>,
-    /// Preempted sequences, in the order in which they resume.
+    /// Preempted sequences, in the order in which they were preempted. Those of one profile resume in this order.
     preempted: VecDeque<Sequence>,
     /// Requests that wait for a prefix which a running sequence computes.
     awaiting: Vec<AwaitingPrefix>,
@@ -107,7 +107,7 @@ impl Schedule {
         &self.preempted
     }
 
-    /// Adds a preempted sequence, which resumes after the others of its profile.
+    /// Adds a preempted sequence, which resumes after those of its profile that were preempted before.
     pub fn push_preempted(&mut self, sequence: Sequence) {
         self.preempted.push_back(sequence);
     }
