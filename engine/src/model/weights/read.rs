@@ -95,31 +95,38 @@ impl Rows {
         let parts: Vec<_> =
             slice.ranges.iter().map(|range| offset(range.start)..offset(range.end)).collect();
         let is_short = parts.iter().any(|part| part.end - part.start < SHORT_BYTES);
-        let mut bytes = Vec::with_capacity(length);
+        // The system zeroes pages of its own accord: growing a vector would write them once more.
+        let mut bytes = vec![0; length];
         if length == 0 {
             return Ok(bytes);
         }
-        let mut block = Vec::new();
+        let mut unread = &mut bytes[..];
+        let mut next = |length: u64| {
+            let (part, rest) = std::mem::take(&mut unread).split_at_mut(length as usize);
+            unread = rest;
+            part
+        };
         let at_once = if is_short { (BLOCK_BYTES / self.row.max(1)).max(1) } else { 1 };
+        let block_rows = if is_short { at_once.min(self.count) } else { 0 };
+        let mut block = vec![0; usize::try_from(block_rows * self.row).unwrap_or(usize::MAX)];
         let mut row = 0;
         while row < self.count {
             let rows = at_once.min(self.count - row);
             let at = start + row * self.row;
             if is_short {
-                block.resize(usize::try_from(rows * self.row).unwrap_or(usize::MAX), 0);
+                let block = &mut block[..(rows * self.row) as usize];
                 file.seek(SeekFrom::Start(at))?;
-                file.read_exact(&mut block)?;
+                file.read_exact(block)?;
                 for whole in block.chunks_exact(self.row as usize) {
                     for part in &parts {
-                        bytes.extend_from_slice(&whole[part.start as usize..part.end as usize]);
+                        let read = &whole[part.start as usize..part.end as usize];
+                        next(part.end - part.start).copy_from_slice(read);
                     }
                 }
             } else {
                 for part in &parts {
-                    let end = bytes.len();
-                    bytes.resize(end + (part.end - part.start) as usize, 0);
                     file.seek(SeekFrom::Start(at + part.start))?;
-                    file.read_exact(&mut bytes[end..])?;
+                    file.read_exact(next(part.end - part.start))?;
                 }
             }
             row += rows;
