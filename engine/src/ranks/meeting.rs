@@ -68,7 +68,10 @@ impl Member {
             changed.wait(&mut table);
         }
         table.brought[self.rank] = Some(own.clone());
-        changed.notify_all();
+        // Nobody has to wake before the last one has come.
+        if table.brought.iter().all(Option::is_some) {
+            changed.notify_all();
+        }
         let all = loop {
             let all: Option<Vec<Arc<Numbers>>> = table.brought.iter().cloned().collect();
             if let Some(all) = all {

@@ -12,12 +12,8 @@ use crate::request::{
     Continued, FinishReason, Form, Message, Penalties, Request, ResponseFormat, ToolChoice,
 };
 
-const PATHS: [DecodePath; 4] = [
-    DecodePath::Plain,
-    DecodePath::Rewound,
-    DecodePath::Drafted(DraftKind::Ngram),
-    DecodePath::Batched(0, None),
-];
+const PATHS: [DecodePath; 3] =
+    [DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram), DecodePath::Batched(0, None)];
 
 fn idle() -> Script {
     Script::new(|_| Vec::new())

@@ -10,12 +10,8 @@ use crate::policy::{Action, Bias, SamplingPatch, Step, TokenBias, Verdict};
 use crate::request::{FinishReason, Form, Request, ResponseFormat, ToolChoice};
 
 const FAMILIES: [&str; 3] = ["qwen3_next", "llama", "gpt_oss"];
-const PATHS: [DecodePath; 4] = [
-    DecodePath::Plain,
-    DecodePath::Rewound,
-    DecodePath::Drafted(DraftKind::Ngram),
-    DecodePath::Batched(0, None),
-];
+const PATHS: [DecodePath; 3] =
+    [DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram), DecodePath::Batched(0, None)];
 
 fn model(family: &str) -> Decoder {
     family_of_messages(family, Config::default())
