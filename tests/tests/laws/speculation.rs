@@ -23,15 +23,15 @@ fn with_draft_model() -> Config {
 /// `steersman verify --prompts tests/fixtures/speculation.json` runs all 200 prompts.
 #[test]
 fn greedy_speculation_equals_greedy_decoding() {
-    check_speculation(Activations::Exact);
+    check_speculation(Activations::Exact, 96);
 }
 
 #[test]
 fn greedy_speculation_equals_greedy_decoding_with_rounded_products() {
-    check_speculation(Activations::Int8);
+    check_speculation(Activations::Int8, 48);
 }
 
-fn check_speculation(activations: Activations) {
+fn check_speculation(activations: Activations, tokens: usize) {
     let mut config = with_draft_model();
     config.model.activations = activations;
     let data = tempfile::tempdir().unwrap();
@@ -41,7 +41,7 @@ fn check_speculation(activations: Activations) {
         assert!(paths.contains(&DecodePath::Drafted(kind)), "{kind:?}");
     }
     let requests = speculation_prompts(&KINDS, 1);
-    for outcome in verify(&mut decoder, &requests, &paths, 96, |_| ()).unwrap() {
+    for outcome in verify(&mut decoder, &requests, &paths, tokens, |_| ()).unwrap() {
         assert!(outcome.holds() && outcome.equal == requests.len(), "{outcome:?}");
         let [drafted, accepted, _] = outcome.drafted;
         match outcome.path {

@@ -352,7 +352,7 @@ fn killed_process_leaves_state_that_can_be_resumed_from() {
     let whole: Vec<CountedReply> =
         families.iter().map(|f| f.reply(&mut f.in_memory(), &first, REPLY)).collect();
     let mut reused = [0; 3];
-    for round in 0..scaled(50) {
+    for round in 0..scaled(30) {
         // The hybrid is the slowest.
         let which = [1, 2, 0, 1, 2][round % 5];
         let family = &families[which];
@@ -376,7 +376,7 @@ fn killed_process_leaves_state_that_can_be_resumed_from() {
         reused[which] += usize::from(resumed.cached > 0);
     }
     println!("resumed: {reused:?} times");
-    assert!(reused.iter().all(|&count| count > 5), "{reused:?}");
+    assert!(reused.iter().all(|&count| count > 2), "{reused:?}");
     let files = std::fs::read_dir(folder.path()).unwrap().count();
     assert_eq!(files, 3, "no file was set aside");
 }

@@ -178,7 +178,7 @@ fn save_until_power_fails(disk: &SharedDisk, first: u32, budget_bytes: u64) -> u
 #[test]
 fn store_survives_power_loss_at_any_write() {
     let (mut flushed_saves, mut unflushed_saves) = (0, 0);
-    for seed in 0..scaled(40) as u64 {
+    for seed in 0..scaled(20) as u64 {
         let disk = SharedDisk::default();
         let mut random = Random(seed);
         let mut flushed = Vec::new();
@@ -217,7 +217,7 @@ fn store_survives_power_loss_at_any_write() {
     eprintln!(
         "{flushed_saves} flushed saves, {unflushed_saves} times a save not flushed was found"
     );
-    assert!(flushed_saves > 500);
+    assert!(flushed_saves > 250);
 }
 
 /// With a budget for about five saves, each transaction evicts too.
