@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fmt::Display;
+use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -87,6 +88,9 @@ pub enum Command {
     /// chunks, resuming from saved state, rewinding and drafts. Fails if any reply differs.
     #[command(after_help = "Example:\n  steersman verify mlx-community/Qwen3.5-4B-MLX-4bit")]
     Verify(Verify),
+    /// Compute a part of the model of a server on another machine, which was started with --wait-for
+    #[command(after_help = "Example:\n  steersman join 192.168.0.2:11437 --rank-key rank.key")]
+    Join(Join),
     /// Measure after which layer a model can exit, for early-exit drafts, and the cost of skipping
     /// feed-forward blocks, for engine.skip_kl. Saves the result in the data folder for `serve`.
     #[command(after_help = "Example:\n  steersman calibrate mlx-community/Qwen3.5-4B-MLX-4bit")]
@@ -174,6 +178,32 @@ pub struct Serve {
     /// What carries the arrays of several ranks [default: nccl on NVIDIA GPUs, ring otherwise]
     #[arg(long, value_enum)]
     pub over: Option<Over>,
+    /// Wait for so many machines, each of which has one more part of the model of [model]: on each of them, run
+    /// `steersman join`
+    #[arg(long, value_parser = whole(1..=63_u32), value_name = "COUNT", requires = "rank_key")]
+    pub wait_for: Option<u32>,
+    /// File with the key that these machines have
+    #[arg(long, value_name = "FILE", requires = "wait_for")]
+    pub rank_key: Option<PathBuf>,
+    /// Address to listen on for these machines
+    #[arg(long, value_name = "IP:PORT", default_value = "0.0.0.0:11437", requires = "wait_for")]
+    pub rank_address: SocketAddr,
+}
+
+/// A server that ends is waited for. The log goes to stderr. Arrays and tokens are sent in the clear: use a network that
+/// you trust.
+#[derive(Args)]
+pub struct Join {
+    #[command(flatten)]
+    pub common: Common,
+    /// Where the server waits for machines: HOST:PORT, as its log says
+    pub server: String,
+    /// File with the key that the server has
+    #[arg(long, value_name = "FILE")]
+    pub rank_key: PathBuf,
+    /// The server's model on this machine [default: the configured model, or else the bundled one]
+    #[arg(long, value_name = "PATH|REPO")]
+    pub model: Option<String>,
 }
 
 /// Reasoning is dimmed; /help lists the commands. Lines are kept in `chat_history` in the data folder.

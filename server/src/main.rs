@@ -18,7 +18,7 @@ use steersman::manage::Task;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::program::Program;
-use steersman::ranks::{Member, Part};
+use steersman::ranks::{Joining, Member, Part, Places};
 use steersman::reload::Reloader;
 use steersman::shutdown::Stage;
 use steersman::signals::Signals;
@@ -36,8 +36,8 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 
 use self::cli::{
-    Bench, Cache, Calibrate, Chat, Check, Cli, Command, Common, Doctor, Keys, Managed, Mcp, Run,
-    Serve, Verify, configured,
+    Bench, Cache, Calibrate, Chat, Check, Cli, Command, Common, Doctor, Join, Keys, Managed, Mcp,
+    Run, Serve, Verify, configured,
 };
 
 /// Also MLX's: `override` exports its functions under the names of the C library's.
@@ -88,6 +88,7 @@ fn main() -> ExitCode {
         Command::Init(options) => doctor::init(&options.file, &mut std::io::stdout().lock()),
         Command::Check(options) => check(options),
         Command::Verify(options) => verify(options, member),
+        Command::Join(options) => join_server(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
         Command::Mcp(options) => mcp(options),
@@ -143,7 +144,8 @@ fn traced(work: impl FnOnce(steersman_log::Recent) -> Result<()>) -> Result<()> 
 /// Serves, as the first of several ranks if `member` is that.
 fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>) -> Result<()> {
     let began = Instant::now();
-    let Serve { common, model, host, port, ranks, over } = options;
+    let Serve { common, model, host, port, ranks, over, wait_for, rank_key, rank_address } =
+        options;
     let (path, device) = (common.place.config.clone(), common.device);
     let (mut file, data_dir) = common.read(model.clone())?;
     let apply = move |file: &mut FileConfig| {
@@ -157,8 +159,14 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     let (server, config) = file.check()?;
     // A command that finds no server loads a model of its own. Ranks are announced by their parent.
     let mut announced = member.is_none().then(|| Announced::start(&data_dir));
-    if let Some(announced) = announced.take_if(|_| ranks > 1) {
-        return ranks::supervise(config, &server, data_dir, ranks as usize, over, announced);
+    let machines = wait_for.unwrap_or(0);
+    if let Some(announced) = announced.take_if(|_| ranks + machines > 1) {
+        let joining = rank_key.as_deref().map(|file| {
+            let (count, address) = (machines as usize, rank_address);
+            ranks::key_in(file).map(|key| Joining { count, address, key })
+        });
+        let places = Places { here: ranks as usize, over, joining: joining.transpose()? };
+        return ranks::supervise(config, &server, data_dir, places, announced);
     }
     let reloader = path
         .as_deref()
@@ -442,6 +450,14 @@ fn verify(options: Verify, member: Option<Arc<Member>>) -> Result<()> {
         None => On::Threads(count),
     };
     verify::run(config, &found, &data_dir, &prompts, options.tokens as usize, on)
+}
+
+fn join_server(options: Join) -> Result<()> {
+    let key = ranks::key_in(&options.rank_key)?;
+    let (file, data_dir) = options.common.read(options.model)?;
+    let (_, mut config) = file.check()?;
+    let folder = find(&mut config, &data_dir)?.folder;
+    ranks::join(&options.server, key, Part { folder, config: config.model, data_dir })
 }
 
 fn bench_model(common: Common, options: &model::Options) -> Result<()> {

@@ -30,7 +30,7 @@ pub struct Assignment {
     pub over: Over,
     /// The address at which the first rank gives the others its log.
     pub log: String,
-    /// The key with which they prove that they belong together, in hex.
+    /// The key with which they prove that they belong together.
     pub key: String,
     /// The model of which it computes a part.
     pub model: Part,

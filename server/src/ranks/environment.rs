@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs;
-use std::net::TcpListener;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -49,7 +49,8 @@ impl Drop for Hosts {
     }
 }
 
-/// Sets what MLX reads in the process of `rank`, where `addresses` are those of all ranks and `hosts` has them in a file.
+/// Sets what MLX reads in the process of `rank`, where `addresses` are those of all ranks and `hosts` has them in a file. With
+/// NCCL it has the device with this number of this machine.
 ///
 /// # Errors
 /// If the rank has no GPU, or the first one's address is none.
@@ -57,6 +58,7 @@ pub fn set(
     command: &mut Command,
     over: Over,
     rank: usize,
+    device: usize,
     addresses: &[String],
     hosts: &Hosts,
 ) -> Result<()> {
@@ -70,30 +72,34 @@ pub fn set(
             let (host, port) = first.context("the first rank has no address")?;
             command.env(NCCL_HOST, host).env(NCCL_PORT, port);
             // A process that sees the other's device uses it in its streams.
-            let device = device(env::var(DEVICES).ok().as_deref(), rank)?;
+            let device = name_of(env::var(DEVICES).ok().as_deref(), device)?;
             command.env(SIZE, addresses.len().to_string()).env(DEVICES, device);
         }
     }
     Ok(())
 }
 
-/// The device of `rank` among those that are `visible` to the parent: all, if it has no list.
-fn device(visible: Option<&str>, rank: usize) -> Result<String> {
-    let Some(visible) = visible else { return Ok(rank.to_string()) };
+/// The name of a device among those that are `visible` to the parent: all, if it has no list.
+fn name_of(visible: Option<&str>, device: usize) -> Result<String> {
+    let Some(visible) = visible else { return Ok(device.to_string()) };
     let mut listed = visible.split(',').map(str::trim).filter(|device| !device.is_empty());
-    listed.nth(rank).map(Into::into).with_context(|| {
+    listed.nth(device).map(Into::into).with_context(|| {
         format!(
-            "rank {rank} has no GPU: {DEVICES} is {visible}; list as many GPUs as there are ranks"
+            "rank {device} of this machine has no GPU: {DEVICES} is {visible}; list as many GPUs as there are ranks"
         )
     })
 }
 
-/// Addresses of this machine for `count` ranks and their log, whose ports nobody listens to until somebody takes them.
+/// The address of this machine for ranks of this machine alone.
+pub const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// Addresses at `host`, which is one of this machine, for `count` ranks and their log, whose ports nobody listens to until
+/// somebody takes them.
 ///
 /// # Errors
 /// If there are none.
-pub fn free_addresses(count: usize) -> Result<Addresses> {
-    let listeners = (0..=count).map(|_| TcpListener::bind("127.0.0.1:0"));
+pub fn free_addresses(host: IpAddr, count: usize) -> Result<Addresses> {
+    let listeners = (0..=count).map(|_| TcpListener::bind((host, 0)));
     let listeners: Vec<_> =
         listeners.collect::<std::io::Result<_>>().context("finding free ports")?;
     let address = |listener: &TcpListener| Ok(listener.local_addr()?.to_string());
@@ -102,25 +108,37 @@ pub fn free_addresses(count: usize) -> Result<Addresses> {
     Ok(Addresses { ranks, log })
 }
 
+/// A port of all addresses of this machine, to which nobody listens until somebody takes it.
+///
+/// # Errors
+/// If there is none.
+pub fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).context("finding a free port")?;
+    Ok(listener.local_addr()?.port())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_rank_has_one_of_the_devices_that_its_parent_sees() {
-        assert_eq!(device(None, 3).unwrap(), "3");
-        assert_eq!(device(Some("2, GPU-5f,7"), 1).unwrap(), "GPU-5f");
-        let error = device(Some("2"), 1).unwrap_err().to_string();
-        assert!(error.contains("rank 1 has no GPU: CUDA_VISIBLE_DEVICES is 2"), "{error}");
+        assert_eq!(name_of(None, 3).unwrap(), "3");
+        assert_eq!(name_of(Some("2, GPU-5f,7"), 1).unwrap(), "GPU-5f");
+        let error = name_of(Some("2"), 1).unwrap_err().to_string();
+        assert!(
+            error.contains("rank 1 of this machine has no GPU: CUDA_VISIBLE_DEVICES is 2"),
+            "{error}"
+        );
     }
 
     #[test]
     fn a_ring_reads_a_list_for_each_rank_until_the_group_ends() {
         let folder = tempfile::tempdir().unwrap();
-        let addresses = free_addresses(2).unwrap().ranks;
+        let addresses = free_addresses(LOOPBACK, 2).unwrap().ranks;
         let hosts = Hosts::write(folder.path(), &addresses).unwrap();
         let mut command = Command::new("none");
-        set(&mut command, Over::Ring, 1, &addresses, &hosts).unwrap();
+        set(&mut command, Over::Ring, 1, 1, &addresses, &hosts).unwrap();
         let file = hosts.0.clone();
         let read: Vec<Vec<String>> = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         assert_eq!(read.concat(), addresses);

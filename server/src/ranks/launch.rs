@@ -32,16 +32,23 @@ impl Launch {
     pub fn new(over: Over, part: Part) -> Result<Self> {
         let mut key = [0; KEY_BYTES];
         getrandom::fill(&mut key).context("making a key for the ranks")?;
-        Ok(Self { over, part, key: hex::encode(key) })
+        Ok(Self::with_key(over, part, hex::encode(key)))
     }
 
-    /// The command that starts the process of `rank`, and what it is told. The first rank gets the arguments of this process.
+    /// A launch with the key that the ranks of all machines have.
+    pub fn with_key(over: Over, part: Part, key: String) -> Self {
+        Self { over, part, key }
+    }
+
+    /// The command that starts the process of `rank` on the device with this number, and what it is told. The first rank gets
+    /// the arguments of this process.
     ///
     /// # Errors
     /// If the program cannot be found, or the rank has no device.
     pub fn process(
         &self,
         rank: usize,
+        device: usize,
         addresses: &Addresses,
         hosts: &Hosts,
     ) -> Result<(Command, Assignment)> {
@@ -51,7 +58,7 @@ impl Launch {
             0 => command.arg(FIRST).args(arguments().skip(1)),
             _ => command.arg(FOLLOW),
         };
-        set(&mut command, self.over, rank, &addresses.ranks, hosts)?;
+        set(&mut command, self.over, rank, device, &addresses.ranks, hosts)?;
         let assignment = Assignment {
             rank,
             count: addresses.ranks.len(),

@@ -1,27 +1,19 @@
-//! The connections over which the other ranks read the first one's log. Both ends prove that they have the key of the ranks, and
-//! each line has a tag: nobody else can follow, or write what is followed. What is sent is not encrypted: it has tokens.
+//! The connections over which the other ranks read the first one's log. What is sent has tokens, and is not encrypted.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
-use serde::de::DeserializeOwned;
+use anyhow::{Context, Result, ensure};
 use steersman_engine::tools::ranks::Outputs;
-use steersman_rank_control::hello::{Client, Key, Nonce, Seal, Server, Unseal};
+use steersman_rank_control::hello::Key;
 
-use super::control::line;
+use super::sealed::{introduce, welcome};
 
 /// Time in which the others connect. They are started together with the first one.
 const CONNECT: Duration = Duration::from_secs(60);
-
-/// Time in which a connection proves that it has the key.
-const HELLO: Duration = Duration::from_secs(5);
-
-/// Most bytes of a message before both ends have proved that.
-const HELLO_BYTES: usize = 1024;
 
 /// Pause before another attempt.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -58,7 +50,7 @@ pub fn accept(listener: &TcpListener, key: &Key, count: usize) -> Result<Outputs
 
 /// A stranger that connects and says nothing must not keep the ranks from connecting.
 fn welcome_on_thread(stream: TcpStream, key: Key, connected: Sender<Connected>) -> Result<()> {
-    let welcome = move || match welcome(stream, key) {
+    let welcome = move || match rank_of(stream, key) {
         Ok(rank_and_output) => drop(connected.send(rank_and_output)),
         Err(error) => tracing::warn!(%error, "a connection to the log is refused"),
     };
@@ -66,17 +58,9 @@ fn welcome_on_thread(stream: TcpStream, key: Key, connected: Sender<Connected>) 
     Ok(())
 }
 
-fn welcome(stream: TcpStream, key: Key) -> Result<Connected> {
-    stream.set_nonblocking(false)?;
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(HELLO))?;
-    let (server, challenge) = Server::new(key, nonce()?);
-    (&stream).write_all(&line(&challenge))?;
-    let answer: steersman_rank_control::hello::Answer = read_line(&stream)?;
-    let (welcome, seal, _) = server.welcome(&answer)?;
-    (&stream).write_all(&line(&welcome))?;
-    let rank = answer.about.parse().context("the rank of a connection")?;
-    Ok((rank, Box::new(Sealed { stream, seal })))
+fn rank_of(stream: TcpStream, key: Key) -> Result<Connected> {
+    let (rank, output, _) = welcome(stream, key)?;
+    Ok((rank.parse().context("the rank of a connection")?, Box::new(output)))
 }
 
 /// Connects to the log at `address` as `rank`, with `key`.
@@ -95,81 +79,8 @@ pub fn connect(address: &str, key: Key, rank: usize) -> Result<impl BufRead> {
             Err(_) => thread::sleep(PAUSE),
         }
     };
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(HELLO))?;
-    let challenge = read_line(&stream)?;
-    let (client, answer) = Client::answer(key, &challenge, nonce()?, &rank.to_string())?;
-    (&stream).write_all(&line(&answer))?;
-    let (_, unseal) = client.welcomed(&read_line(&stream)?)?;
-    stream.set_read_timeout(None)?;
-    Ok(BufReader::new(Unsealed { stream, unseal, plain: Vec::new(), read: 0 }))
-}
-
-fn nonce() -> Result<Nonce> {
-    let mut nonce = Nonce::default();
-    getrandom::fill(&mut nonce).context("reading random numbers")?;
-    Ok(nonce)
-}
-
-/// One message, byte by byte: what follows it is not read.
-fn read_line<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T> {
-    let mut line = Vec::new();
-    while line.len() < HELLO_BYTES {
-        let mut byte = [0];
-        stream.read_exact(&mut byte)?;
-        match byte {
-            [b'\n'] => return Ok(serde_json::from_slice(&line)?),
-            [byte] => line.push(byte),
-        }
-    }
-    bail!("the other end is no rank")
-}
-
-/// Writes messages.
-struct Sealed {
-    stream: TcpStream,
-    seal: Seal,
-}
-
-impl Write for Sealed {
-    fn write(&mut self, message: &[u8]) -> io::Result<usize> {
-        let sealed = self.seal.seal(message).map_err(io::Error::other)?;
-        self.stream.write_all(&sealed)?;
-        Ok(message.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.stream.flush()
-    }
-}
-
-/// Reads the texts of messages.
-struct Unsealed {
-    stream: TcpStream,
-    unseal: Unseal,
-    plain: Vec<u8>,
-    /// Bytes of `plain` that have been read.
-    read: usize,
-}
-
-impl Read for Unsealed {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        while self.read == self.plain.len() {
-            if let Some(message) = self.unseal.next_message().map_err(io::Error::other)? {
-                (self.plain, self.read) = (message, 0);
-                continue;
-            }
-            let mut bytes = [0; 16 << 10];
-            match self.stream.read(&mut bytes)? {
-                0 => return Ok(0),
-                count => self.unseal.add(&bytes[..count]),
-            }
-        }
-        let count = into.len().min(self.plain.len() - self.read);
-        into[..count].copy_from_slice(&self.plain[self.read..self.read + count]);
-        self.read += count;
-        Ok(count)
-    }
+    let (_, input) = introduce(stream, key, &rank.to_string())?;
+    Ok(BufReader::new(input))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 
 use super::Over;
 use super::control::{FromProcess, Part};
-use super::environment::{Hosts, free_addresses};
+use super::environment::{Hosts, LOOPBACK, free_addresses};
 use super::launch::Launch;
 use super::process::{Heard, RankProcess, described};
 
@@ -17,12 +17,12 @@ use super::process::{Heard, RankProcess, described};
 /// If a process cannot be started, or one of them fails.
 pub fn run_once(over: Over, count: usize, part: Part, folder: &Path) -> Result<()> {
     let launch = Launch::new(over, part)?;
-    let addresses = free_addresses(count)?;
+    let addresses = free_addresses(LOOPBACK, count)?;
     let hosts = Hosts::write(folder, &addresses.ranks)?;
     let (sender, heard) = channel();
     let mut processes = Vec::new();
     for rank in 0..count {
-        let (command, assignment) = launch.process(rank, &addresses, &hosts)?;
+        let (command, assignment) = launch.process(rank, rank, &addresses, &hosts)?;
         let sender = sender.clone();
         // Fails when this function has returned.
         let hear = move |what| drop(sender.send((rank, what)));

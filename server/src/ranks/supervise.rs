@@ -1,26 +1,30 @@
 //! The parent of a server's ranks: it starts them, watches them, and starts all again when one of them ends, freezes or differs.
 //!
-//! [`Supervisor`] and [`Agent`] decide; this does what they say, with processes of this machine. The parent owns the socket that
-//! clients connect to and passes it to the first rank, which answers as long as its process runs. Between two processes the parent
-//! answers: 503.
+//! [`Supervisor`] and [`Agent`](steersman_rank_control::Agent) decide; this does what they say, with processes of this machine
+//! and connections to those that join it. The parent owns the socket that clients connect to and passes it to the first rank,
+//! which answers as long as its process runs. While there is none, the parent answers: 503.
 
 use std::collections::VecDeque;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use steersman_engine::config::Config;
-use steersman_rank_control::{Addresses, Agent, AgentAction, Millis, Supervisor, SupervisorAction};
+use steersman_rank_control::hello::Key;
+use steersman_rank_control::{
+    Addresses, AgentAction, Millis, Supervisor, SupervisorAction, ToAgent,
+};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
-use super::control::{FromProcess, ToProcess};
-use super::environment::{Hosts, free_addresses};
+use super::control::ToProcess;
+use super::environment::{Hosts, LOOPBACK, free_addresses};
 use super::launch::Launch;
-use super::process::{Heard, RankProcess, described};
+use super::local::Local;
+use super::machines::{FromMachine, Link, LinkEvent, ToMachine, accept};
+use super::process::{Heard, RankProcess};
 use super::{Over, Part};
 use crate::address::Announced;
 use crate::config::ServerConfig;
@@ -31,12 +35,29 @@ use crate::signals::{Hangups, Signals, StopSignals};
 /// Time between two looks at what was not heard.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A server whose model is computed by ranks of this machine.
+/// The ranks of a server.
+pub struct Places {
+    /// How many are processes of this machine: one at least.
+    pub here: usize,
+    /// What carries their arrays; `None` for what fits the device.
+    pub over: Option<Over>,
+    /// Those that are processes of other machines.
+    pub joining: Option<Joining>,
+}
+
+/// The machines that join a server.
+pub struct Joining {
+    /// How many there are: each has one rank.
+    pub count: usize,
+    /// The address at which they connect.
+    pub address: SocketAddr,
+    /// The key that they have.
+    pub key: String,
+}
+
+/// A server whose model is computed by ranks.
 struct Supervised {
-    /// How their processes are started.
     launch: Launch,
-    /// How many there are.
-    count: usize,
     /// The socket that clients connect to.
     listener: TcpListener,
     /// Where the file with the addresses of ranks is.
@@ -45,25 +66,26 @@ struct Supervised {
 
 /// What happens to the parent.
 enum Event {
-    /// Something is heard of the process of a rank: the one that was started as this.
+    /// Something is heard of the process of a rank of this machine: the one that was started as this.
     Heard(usize, u64, Heard),
+    /// Something happens to the connection to another machine.
+    Linked(LinkEvent<FromMachine>),
     /// A signal stops the server.
     Stop,
     /// A signal reloads its configuration.
     Reload,
 }
 
-/// Starts a server whose model is computed by `count` ranks, and starts them again until a signal stops it. `announced` gets its
-/// address.
+/// Starts a server whose model is computed by ranks, and starts them again until a signal stops it. `announced` gets its address.
 ///
 /// # Errors
-/// If the port is in use, if a rank cannot load its part at the first attempt, or if the first rank fails while the server stops.
+/// If a port is in use, if a rank of this machine cannot load its part at the first attempt, or if the first rank fails while the
+/// server stops.
 pub fn supervise(
     mut config: Config,
     server: &ServerConfig,
     data_dir: PathBuf,
-    count: usize,
-    over: Option<Over>,
+    places: Places,
     mut announced: Announced,
 ) -> Result<()> {
     let runtime = Runtime::new().context("starting the runtime")?;
@@ -71,17 +93,38 @@ pub fn supervise(
     // Before files are downloaded: a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(server))?.into_std()?;
     announced.listen(listener.local_addr().context("reading the address")?);
+    let Places { here, over, joining } = places;
+    let joining = joining.map(|joining| {
+        let address = joining.address;
+        let listener = TcpListener::bind(address)
+            .with_context(|| format!("listening at {address} for machines that join"))?;
+        anyhow::Ok((listener, joining))
+    });
+    let joining = joining.transpose()?;
     let folder = find(&mut config, &data_dir)?.folder;
     let over = over.unwrap_or_else(|| Over::of(config.model.device));
     let part = Part { folder, config: config.model, data_dir: data_dir.clone() };
-    let launch = Launch::new(over, part)?;
 
     let (sender, events) = channel();
     let Signals { stop, hangups } = Signals::install()?;
     tokio::spawn(forward(sender.clone(), stop, hangups));
     let (why, refused) = watch::channel(None);
     tokio::spawn(refuse(listener.try_clone()?, refused, server.clone()));
-    Supervision::new(Supervised { launch, count, listener, data_dir }, sender, why).run(&events)
+    let (launch, there) = match joining {
+        None => (Launch::new(over, part)?, 0),
+        Some((listener, Joining { count, key, .. })) => {
+            let address = listener.local_addr()?;
+            tracing::info!(%address, machines = count, "waiting for machines that join");
+            why.send_replace(Some(format!("waiting for {count} machines that join at {address}")));
+            let sender = sender.clone();
+            // Fails when the server has stopped.
+            let hear = move |event| drop(sender.send(Event::Linked(event)));
+            accept(listener, Key::new(key.as_bytes())?, hear)?;
+            (Launch::with_key(over, part, key), count)
+        }
+    };
+    let supervised = Supervised { launch, listener, data_dir };
+    Supervision::new(supervised, [here, there], sender, why).run(&events)
 }
 
 /// Makes events of signals.
@@ -118,14 +161,20 @@ async fn refuse(
     Ok(())
 }
 
-/// A rank of this machine.
-struct Local {
-    agent: Agent,
-    process: Option<RankProcess>,
-    /// Number of processes that were started.
-    started: u64,
-    /// Why the process cannot load its part.
-    failed: Option<String>,
+/// A rank.
+enum Rank {
+    Here(Local),
+    /// It is on another machine, if one has joined for it.
+    There(Option<Machine>),
+}
+
+/// A machine that has joined.
+struct Machine {
+    /// The number of the connection.
+    number: u64,
+    link: Link,
+    /// Where its next process can be reached.
+    port: u16,
 }
 
 /// Something to be done.
@@ -139,7 +188,7 @@ struct Supervision {
     events: Sender<Event>,
     began: Instant,
     supervisor: Supervisor,
-    ranks: Vec<Local>,
+    ranks: Vec<Rank>,
     steps: VecDeque<Step>,
     /// The addresses of the ranks that run.
     hosts: Option<Hosts>,
@@ -154,21 +203,22 @@ struct Supervision {
 impl Supervision {
     fn new(
         supervised: Supervised,
+        [here, there]: [usize; 2],
         events: Sender<Event>,
         why: watch::Sender<Option<String>>,
     ) -> Self {
-        let supervisor = Supervisor::new(supervised.count);
         let (mut ranks, mut steps) = (Vec::new(), VecDeque::new());
-        for rank in 0..supervised.count {
-            let (agent, actions) = Agent::new();
+        for rank in 0..here {
+            let (local, actions) = Local::new();
             steps.extend(actions.into_iter().map(|action| Step::Obey(rank, action)));
-            ranks.push(Local { agent, process: None, started: 0, failed: None });
+            ranks.push(Rank::Here(local));
         }
+        ranks.extend((0..there).map(|_| Rank::There(None)));
         Self {
             supervised,
             events,
             began: Instant::now(),
-            supervisor,
+            supervisor: Supervisor::new(ranks.len()),
             ranks,
             steps,
             hosts: None,
@@ -194,8 +244,10 @@ impl Supervision {
             let actions = self.supervisor.tick(now);
             self.supervise(actions);
             for rank in 0..self.ranks.len() {
-                let actions = self.ranks[rank].agent.tick(now);
-                self.obey(rank, actions);
+                if let Some(local) = self.local(rank) {
+                    let actions = local.agent.tick(now);
+                    self.obey(rank, actions);
+                }
             }
             self.perform();
             if let Some(ended) = self.ended.take() {
@@ -209,6 +261,14 @@ impl Supervision {
         Millis::try_from(self.began.elapsed().as_millis()).unwrap_or(Millis::MAX - 1) + 1
     }
 
+    /// The rank, if it is one of this machine.
+    fn local(&mut self, rank: usize) -> Option<&mut Local> {
+        match &mut self.ranks[rank] {
+            Rank::Here(local) => Some(local),
+            Rank::There(_) => None,
+        }
+    }
+
     fn supervise(&mut self, actions: Vec<SupervisorAction>) {
         self.steps.extend(actions.into_iter().map(Step::Supervise));
     }
@@ -219,19 +279,17 @@ impl Supervision {
 
     fn handle(&mut self, event: Event) {
         match event {
-            Event::Heard(rank, started, heard) if started == self.ranks[rank].started => {
-                self.hear(rank, heard);
-            }
-            Event::Heard(..) => {}
+            Event::Heard(rank, started, heard) => self.hear(rank, started, heard),
+            Event::Linked(event) => self.hear_machine(event),
             Event::Stop => {
                 self.is_stopping = true;
-                match &self.ranks[0].process {
-                    Some(first) => first.tell(&ToProcess::Stop),
-                    None => self.ended = Some(Ok(())),
+                match self.local(0) {
+                    Some(first) if first.has_process() => first.tell(&ToProcess::Stop),
+                    _ => self.ended = Some(Ok(())),
                 }
             }
             Event::Reload => {
-                if let Some(first) = &self.ranks[0].process {
+                if let Some(first) = self.local(0) {
                     first.tell(&ToProcess::Reload);
                 }
             }
@@ -239,43 +297,70 @@ impl Supervision {
         self.perform();
     }
 
-    fn hear(&mut self, rank: usize, heard: Heard) {
+    fn hear(&mut self, rank: usize, started: u64, heard: Heard) {
         let now = self.now();
-        let local = &mut self.ranks[rank];
-        let actions = match heard {
-            Heard::Message(FromProcess::Ready { digest }) => local.agent.process_ready(now, digest),
-            Heard::Message(FromProcess::Beat { computing }) => {
-                local.agent.process_beats(now, computing);
-                Vec::new()
+        let Some(local) = self.local(rank) else { return };
+        let (actions, end) = local.hear(now, started, heard);
+        if let Some(end) = end {
+            if rank == 0 && self.is_stopping {
+                let why = &end.why;
+                self.ended =
+                    Some(if end.is_success { Ok(()) } else { Err(anyhow!("rank 0: {why}")) });
+            } else if end.cannot_load && !self.has_served {
+                // The next attempt would fail as well.
+                self.ended = Some(Err(anyhow!("{}", end.why)));
             }
-            Heard::Message(FromProcess::Failed(why)) => {
-                local.failed = Some(why);
-                Vec::new()
-            }
-            Heard::Closed => {
-                let Some(mut process) = local.process.take() else { return };
-                let status = process.wait();
-                let why = match (local.failed.take(), &status) {
-                    (Some(why), _) => {
-                        // The next attempt would fail as well.
-                        if !self.has_served {
-                            self.ended = Some(Err(anyhow!("{why}")));
-                        }
-                        why
-                    }
-                    (None, Ok(status)) => described(*status),
-                    (None, Err(error)) => error.to_string(),
-                };
-                let actions = local.agent.process_ended(&why);
-                if rank == 0 && self.is_stopping {
-                    let is_success = status.as_ref().is_ok_and(ExitStatus::success);
-                    self.ended =
-                        Some(if is_success { Ok(()) } else { Err(anyhow!("rank 0: {why}")) });
-                }
-                actions
-            }
-        };
+        }
         self.obey(rank, actions);
+    }
+
+    fn hear_machine(&mut self, event: LinkEvent<FromMachine>) {
+        match event {
+            LinkEvent::Up(number, link) => self.seat(number, link),
+            LinkEvent::Said(number, message) => {
+                let Some((rank, machine)) = self.machine(number) else { return };
+                match message {
+                    FromMachine::Port(port) => machine.port = port,
+                    FromMachine::Agent(message) => {
+                        let now = self.now();
+                        let actions = self.supervisor.receive(now, rank, message);
+                        self.supervise(actions);
+                    }
+                }
+            }
+            LinkEvent::Down(number) => {
+                let Some((rank, machine)) = self.machine(number) else { return };
+                tracing::warn!(rank, address = %machine.link.other, "a machine has left");
+                self.ranks[rank] = Rank::There(None);
+                let now = self.now();
+                let actions = self.supervisor.disconnected(now, rank);
+                self.supervise(actions);
+            }
+        }
+    }
+
+    /// The machine with the connection of this number, and its rank.
+    fn machine(&mut self, number: u64) -> Option<(usize, &mut Machine)> {
+        self.ranks.iter_mut().enumerate().find_map(|(rank, place)| match place {
+            Rank::There(Some(machine)) if machine.number == number => Some((rank, machine)),
+            _ => None,
+        })
+    }
+
+    /// Gives a machine that joins the first rank that has none.
+    fn seat(&mut self, number: u64, mut link: Link) {
+        let free = self.ranks.iter().position(|rank| matches!(rank, Rank::There(None)));
+        let (Some(rank), Ok(port)) = (free, link.about.parse()) else {
+            tracing::warn!(address = %link.other, "a machine joins, and all ranks have one");
+            return link.send(&ToMachine::Full);
+        };
+        let Launch { over, part, .. } = &self.supervised.launch;
+        link.send(&ToMachine::Seat { rank, over: *over, config: Box::new(part.config.clone()) });
+        tracing::info!(rank, address = %link.other, "a machine has joined");
+        self.ranks[rank] = Rank::There(Some(Machine { number, link, port }));
+        let now = self.now();
+        let actions = self.supervisor.connected(now, rank);
+        self.supervise(actions);
     }
 
     /// Does what is to be done, and what follows from it.
@@ -291,14 +376,14 @@ impl Supervision {
 
     fn perform_of_supervisor(&mut self, now: Millis, action: SupervisorAction) {
         match action {
-            SupervisorAction::Send(rank, message) => {
-                let actions = self.ranks[rank].agent.receive(now, message);
-                self.obey(rank, actions);
-            }
-            SupervisorAction::Disconnect(rank) => {
-                let actions = self.ranks[rank].agent.disconnected(now);
-                self.obey(rank, actions);
-            }
+            SupervisorAction::Send(rank, message) => self.send(now, rank, message),
+            SupervisorAction::Disconnect(rank) => match &mut self.ranks[rank] {
+                Rank::Here(local) => {
+                    let actions = local.agent.disconnected(now);
+                    self.obey(rank, actions);
+                }
+                Rank::There(machine) => *machine = None,
+            },
             SupervisorAction::FindAddresses => match self.find_addresses() {
                 Ok(addresses) => {
                     let actions = self.supervisor.start(now, &addresses);
@@ -319,17 +404,38 @@ impl Supervision {
         }
     }
 
+    fn send(&mut self, now: Millis, rank: usize, message: ToAgent) {
+        match &mut self.ranks[rank] {
+            Rank::Here(local) => {
+                let actions = local.agent.receive(now, message);
+                self.obey(rank, actions);
+            }
+            Rank::There(Some(machine)) => machine.link.send(&ToMachine::Agent(message)),
+            Rank::There(None) => {}
+        }
+    }
+
+    /// Finds addresses at which each rank reaches the others. Those of this machine have the one at which it was joined.
     fn find_addresses(&mut self) -> Result<Addresses> {
-        let Supervised { count, data_dir, .. } = &self.supervised;
-        let addresses = free_addresses(*count)?;
+        let joined = self.ranks.iter().find_map(|rank| match rank {
+            Rank::There(Some(machine)) => Some(machine.link.own),
+            _ => None,
+        });
+        let mut addresses = free_addresses(joined.unwrap_or(LOOPBACK), self.ranks.len())?;
+        for (address, rank) in addresses.ranks.iter_mut().zip(&self.ranks) {
+            if let Rank::There(Some(Machine { link, port, .. })) = rank {
+                *address = SocketAddr::new(link.other.ip(), *port).to_string();
+            }
+        }
         // The file of the last ranks is removed before this one is written.
         self.hosts = None;
-        self.hosts = Some(Hosts::write(data_dir, &addresses.ranks)?);
+        self.hosts = Some(Hosts::write(&self.supervised.data_dir, &addresses.ranks)?);
         Ok(addresses)
     }
 
+    /// Does what the agent of a rank of this machine wants done.
     fn perform_of_agent(&mut self, now: Millis, rank: usize, action: AgentAction) {
-        let local = &mut self.ranks[rank];
+        let Some(local) = self.local(rank) else { return };
         match action {
             // Supervisor and agents are in one process.
             AgentAction::Connect => {
@@ -349,35 +455,27 @@ impl Supervision {
             AgentAction::Spawn { addresses, .. } => {
                 if let Err(error) = self.spawn(rank, &addresses) {
                     let why = format!("{error:#}");
-                    let actions = self.ranks[rank].agent.process_ended(&why);
-                    self.obey(rank, actions);
+                    let actions = self.local(rank).map(|local| local.agent.process_ended(&why));
+                    self.obey(rank, actions.unwrap_or_default());
                 }
             }
-            AgentAction::Warn(why) => {
-                if let Some(process) = &local.process {
-                    process.tell(&ToProcess::End(why));
-                }
-            }
-            AgentAction::Kill => {
-                if let Some(process) = &mut local.process {
-                    process.kill();
-                }
-            }
+            AgentAction::Warn(why) => local.tell(&ToProcess::End(why)),
+            AgentAction::Kill => local.kill(),
         }
     }
 
     fn spawn(&mut self, rank: usize, addresses: &Addresses) -> Result<()> {
         let hosts = self.hosts.as_ref().context("the ranks have no addresses")?;
         let Supervised { launch, listener, .. } = &self.supervised;
-        let (command, assignment) = launch.process(rank, addresses, hosts)?;
+        let (command, assignment) = launch.process(rank, rank, addresses, hosts)?;
         let listener = (rank == 0).then_some(listener);
-        let local = &mut self.ranks[rank];
-        local.started += 1;
-        let (started, events) = (local.started, self.events.clone());
-        let hear = move |heard| drop(events.send(Event::Heard(rank, started, heard)));
-        let process = RankProcess::start(command, &assignment, listener, hear)?;
-        tracing::info!(rank, process = process.id(), "rank started");
-        local.process = Some(process);
+        let Rank::Here(local) = &mut self.ranks[rank] else { return Ok(()) };
+        let events = self.events.clone();
+        let process = local.start(|started| {
+            let hear = move |heard| drop(events.send(Event::Heard(rank, started, heard)));
+            RankProcess::start(command, &assignment, listener, hear)
+        })?;
+        tracing::info!(rank, process, "rank started");
         if rank == 0 {
             self.why.send_replace(None);
         }

@@ -64,8 +64,8 @@ const AGAIN: Duration = Duration::from_secs(120);
 /// Time in which a client hears that a rank is lost. Signs of life count for three seconds.
 const ERROR: Duration = Duration::from_secs(5);
 
-/// A server, with what it logs.
-struct Server {
+/// A server, or a machine that joins one, with what it logs.
+struct Program {
     process: Child,
     url: String,
     log: Receiver<String>,
@@ -74,13 +74,18 @@ struct Server {
     data: tempfile::TempDir,
 }
 
-impl Server {
+impl Program {
+    /// A server that is ready.
+    fn serve(arguments: &[&str]) -> Self {
+        Self::start(&[&["serve", "--port", "0"], arguments].concat()).ready()
+    }
+
     fn start(arguments: &[&str]) -> Self {
         let data = tempfile::tempdir().unwrap();
         let mut process = Command::new(env!("CARGO_BIN_EXE_steersman"))
-            .args(["serve", "--device", "cpu", "--port", "0", "--data-dir"])
-            .arg(data.path())
             .args(arguments)
+            .args(["--device", "cpu", "--data-dir"])
+            .arg(data.path())
             .env_remove("STEERSMAN_CONFIG")
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -90,14 +95,21 @@ impl Server {
         let (sender, log) = channel();
         thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| sender.send(line)));
         let (url, started) = (String::new(), RefCell::default());
-        let mut server = Self { process, url, log, started, data };
-        let ready = server.logged("models=");
+        Self { process, url, log, started, data }
+    }
+
+    fn ready(mut self) -> Self {
+        let ready = self.logged("models=");
         let address = value(&ready, "address");
         // `chat` and `run` find it.
-        let announced = steersman::address::read(server.data.path());
+        let announced = steersman::address::read(self.data.path());
         assert_eq!(announced, [address.parse().unwrap()]);
-        server.url = format!("http://{address}");
-        server
+        self.url = format!("http://{address}");
+        self
+    }
+
+    fn signal(&self, name: &str) {
+        assert!(signal(&self.process.id().to_string(), name));
     }
 
     /// The next line of the log that contains `words`.
@@ -140,7 +152,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -175,8 +187,8 @@ const QUESTIONS: [&str; 3] =
 /// Also after requests that were cancelled, and after signals to its ranks, which service managers send.
 #[test]
 fn a_server_over_ranks_replies_as_one_process() {
-    let alone = Server::start(&[]);
-    let mut ranks = Server::start(&["--ranks", "2", "--over", "ring"]);
+    let alone = Program::serve(&[]);
+    let mut ranks = Program::serve(&["--ranks", "2", "--over", "ring"]);
     for question in QUESTIONS {
         assert_eq!(ranks.reply(question).unwrap(), alone.reply(question).unwrap());
     }
@@ -189,15 +201,14 @@ fn a_server_over_ranks_replies_as_one_process() {
         assert_eq!(ranks.reply(QUESTIONS[0]), alone.reply(QUESTIONS[0]), "after {pieces} pieces");
     }
     // The parent's end is that of its ranks, whose signals count for nothing.
-    let stopped = ranks.process.id().to_string();
-    assert!(signal(&stopped, "TERM"));
+    ranks.signal("TERM");
     assert_eq!(ranks.process.wait().unwrap().code(), Some(0));
 }
 
 /// Whatever ends or stops, and which rank it is: its client hears of it soon, and the server is there again by itself.
 #[test]
 fn a_rank_that_dies_or_freezes_is_an_error_within_seconds_and_all_start_again() {
-    let server = Server::start(&["--ranks", "2", "--over", "ring"]);
+    let server = Program::serve(&["--ranks", "2", "--over", "ring"]);
     let before = server.reply(QUESTIONS[0]).unwrap();
     let long = "fox ".repeat(3000);
     for (rank, name, is_in_prompt) in
@@ -233,4 +244,63 @@ fn a_rank_that_dies_or_freezes_is_an_error_within_seconds_and_all_start_again() 
             assert!(!signal(process, "0"), "{what}: process {process} is left");
         }
     }
+}
+
+/// As on two machines: each has a parent, a data folder and a port of its own.
+#[test]
+fn a_machine_that_joins_computes_a_rank_whenever_the_server_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let [key, other] = ["key", "other"].map(|name| folder.path().join(name).display().to_string());
+    std::fs::write(&key, "a key of sixteen letters\n").unwrap();
+    std::fs::write(&other, "another key of letters").unwrap();
+    let alone = Program::serve(&[]).reply(QUESTIONS[0]).unwrap();
+
+    let waiting = ["--wait-for", "1", "--rank-key", &key, "--rank-address", "127.0.0.1:0"];
+    let server =
+        Program::start(&[&["serve", "--port", "0", "--over", "ring"][..], &waiting].concat());
+    let address = value(&server.logged("waiting for machines"), "address");
+    let join = |key: &str| Program::start(&["join", &address, "--rank-key", key]);
+    let mut stranger = join(&other);
+    stranger.logged("the server has another key");
+    assert_eq!(stranger.process.wait().unwrap().code(), Some(1));
+    let first = join(&key);
+    let server = server.ready();
+    assert_eq!(server.reply(QUESTIONS[0]).unwrap(), alone);
+
+    // The process of its rank dies.
+    first.logged("rank started");
+    assert!(signal(&first.started.take()[0], "KILL"));
+    assert_eq!(server.reply_again(QUESTIONS[0]), alone);
+
+    // The machine freezes, and another one takes its place.
+    first.logged("rank started");
+    let began = thread::scope(|scope| {
+        let body = chat("Write a story about a fox.", 2000);
+        let url = &server.url;
+        let asked = scope.spawn(move || ask(url, &body).is_ok());
+        thread::sleep(Duration::from_millis(700));
+        first.signal("STOP");
+        let began = Instant::now();
+        assert!(!asked.join().unwrap());
+        began
+    });
+    assert!(began.elapsed() < ERROR, "an error after {:?}", began.elapsed());
+    let mut second = join(&key);
+    assert_eq!(server.reply_again(QUESTIONS[0]), alone);
+    first.signal("CONT");
+    first.logged("a machine for each of its ranks");
+    let old = first.started.take();
+    assert!(!signal(&old[0], "0"), "the process of an earlier attempt is left");
+
+    // It joins when there is a place, and the next server at the same address.
+    second.signal("TERM");
+    assert_eq!(second.process.wait().unwrap().code(), Some(0));
+    assert_eq!(server.reply_again(QUESTIONS[0]), alone);
+    drop(server);
+    first.logged("the connection to the server has ended");
+    let at = ["--rank-address", &address];
+    let next = Program::start(
+        &[&["serve", "--port", "0", "--over", "ring"][..], &waiting[..4], &at].concat(),
+    );
+    assert_eq!(next.ready().reply(QUESTIONS[0]).unwrap(), alone);
 }
