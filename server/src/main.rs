@@ -18,13 +18,12 @@ use steersman::manage::Task;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::program::Program;
-use steersman::ranks::{Joining, Member, Part, Places};
+use steersman::ranks::{Joining, Member, On, Over, Part, Places};
 use steersman::reload::Reloader;
 use steersman::shutdown::Stage;
 use steersman::signals::Signals;
 use steersman::system::start_time;
 use steersman::telemetry::Traces;
-use steersman::verify::On;
 use steersman::wiring::Wiring;
 use steersman::{
     cache, calibrate, check, doctor, exit, heap, keys, link, manage, ranks, serve, talk, verify,
@@ -94,7 +93,7 @@ fn main() -> ExitCode {
         Command::Mcp(options) => mcp(options),
         Command::Keys(options) => keys(options),
         Command::Bench(Bench::Shape(options)) => shape::write(&options.name, &options.folder),
-        Command::Bench(Bench::Model { common, passes }) => bench_model(common, &passes),
+        Command::Bench(Bench::Model { common, passes }) => bench_model(common, &passes, member),
         Command::Bench(Bench::Suite(_) | Bench::Peers(_) | Bench::Diff(_) | Bench::Report(_)) => {
             Program::Bench.run("steersman bench", 2)
         }
@@ -441,14 +440,8 @@ fn verify(options: Verify, member: Option<Arc<Member>>) -> Result<()> {
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
     let count = options.ranks as usize;
-    if let (2.., Some(over), None) = (count, options.over, &member) {
-        let part = Part { folder: found.folder, config: config.model, data_dir: data_dir.clone() };
-        return ranks::run_once(over, count, part, &data_dir);
-    }
-    let on = match member {
-        Some(member) => On::Processes(member.lead(config.model.device)?),
-        None => On::Threads(count),
-    };
+    let part = Part::of(&config, &found, &data_dir);
+    let Some(on) = On::choose(count, options.over, part, member)? else { return Ok(()) };
     verify::run(config, &found, &data_dir, &prompts, options.tokens as usize, on)
 }
 
@@ -456,18 +449,28 @@ fn join_server(options: Join) -> Result<()> {
     let key = ranks::key_in(&options.rank_key)?;
     let (file, data_dir) = options.common.read(options.model)?;
     let (_, mut config) = file.check()?;
-    let folder = find(&mut config, &data_dir)?.folder;
-    ranks::join(&options.server, key, Part { folder, config: config.model, data_dir })
+    let found = find(&mut config, &data_dir)?;
+    ranks::join(&options.server, key, Part::of(&config, &found, &data_dir))
 }
 
-fn bench_model(common: Common, options: &model::Options) -> Result<()> {
+fn bench_model(
+    common: Common,
+    options: &model::Options,
+    member: Option<Arc<Member>>,
+) -> Result<()> {
     let (mut file, data_dir) = common.read(options.model.clone())?;
     if let Some(shape) = &options.shape {
         file.model.path = shape::prepare(shape, &data_dir)?.display().to_string();
     }
     let (_, mut config) = file.check()?;
     let found = find(&mut config, &data_dir)?;
-    model::run(config, &found, &data_dir, options)
+    // Threads of one process would share its device.
+    let over = options.over.unwrap_or_else(|| Over::of(config.model.device));
+    let part = Part::of(&config, &found, &data_dir);
+    let Some(on) = On::choose(options.ranks as usize, Some(over), part, member)? else {
+        return Ok(());
+    };
+    model::run(config, &found, &data_dir, options, on)
 }
 
 fn calibrate(options: Calibrate) -> Result<()> {

@@ -3,7 +3,7 @@
 //! The process of the command, the parent, starts one process for each rank and talks with it over a pair of sockets
 //! ([`control`], [`process`]). In the process of a rank, a [`Member`] is that rank's end. The first rank runs the command itself,
 //! decides everything, and writes a log that the others read ([`log_link`]) and execute. `serve` is parented by a supervisor
-//! ([`supervise`]), which starts all ranks again when one of them ends; `verify` by [`run_once`]. Ranks of other machines are
+//! ([`supervise`]), which starts all ranks again when one of them ends; `verify` and `bench model` by [`On`]. Ranks of other machines are
 //! processes of [`join`], which the supervisor tells over [`machines`] what it tells its own.
 //!
 //! MLX finds the processes of a group by environment variables, so each process is started with its own ([`environment`]). A
@@ -34,7 +34,7 @@ use steersman_rank_control::hello::Key;
 pub use self::control::Part;
 pub use self::join::join;
 pub use self::member::{Lead, Member, arguments, follow, is_first, is_follower};
-pub use self::once::run_once;
+pub use self::once::On;
 pub use self::supervise::{Joining, Places, supervise};
 
 /// What carries the arrays of ranks that are processes.

@@ -15,7 +15,7 @@ use steersman_engine::tools::{Decoder, ranks};
 
 use crate::config::FILE_BYTES;
 use crate::hub::Found;
-use crate::ranks::Lead;
+use crate::ranks::{Lead, On};
 
 /// Built-in prompts, each with whether reasoning is enabled: replies that repeat the prompt, that
 /// repeat themselves, and that do neither.
@@ -38,14 +38,6 @@ const PROMPTS: &[(&str, bool)] = &[
     ("Translate to French: the red house", false),
     ("Repeat these words: owl, Rome, Anna, fox, Lima", true),
 ];
-
-/// The ranks that compute.
-pub enum On {
-    /// So many threads of this process: one computes alone.
-    Threads(usize),
-    /// Processes, of which this is the first.
-    Processes(Lead),
-}
 
 /// A prompt in a file given with `--prompts`.
 #[derive(Deserialize)]
@@ -112,7 +104,7 @@ pub(crate) fn load(config: Config, found: &Found, data_dir: &Path) -> Result<Dec
 }
 
 /// As [`load`], on several ranks.
-fn load_on(
+pub(crate) fn load_on(
     on: On,
     mut config: Config,
     found: &Found,

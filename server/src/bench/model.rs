@@ -15,7 +15,8 @@ use steersman_models::facts::Facts;
 
 use super::shape;
 use crate::hub::Found;
-use crate::verify;
+use crate::ranks::{On, Over};
+use crate::verify::load_on;
 
 /// What is measured.
 #[derive(Args, Debug)]
@@ -43,6 +44,12 @@ pub struct Options {
     /// Measurements of each
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// Compute with this many ranks: processes of this machine, each of which has a part of the weights
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64), value_name = "COUNT")]
+    pub ranks: u32,
+    /// What carries the arrays of several ranks [default: nccl on NVIDIA GPUs, ring otherwise]
+    #[arg(long, value_enum)]
+    pub over: Option<Over>,
     /// File for all measurements, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -53,19 +60,26 @@ pub struct Options {
 struct Report<'a> {
     model: &'a str,
     version: &'static str,
-    /// Bytes of the weights that a token reads.
+    ranks: u32,
+    /// Bytes of the weights that a token reads on each rank.
     token_bytes: u64,
     /// Bytes a second that the device reads, if it was measured.
     bandwidth: Option<f64>,
     measured: &'a [Measured],
 }
 
-/// Measures the model in `found`, prints a table, and writes the JSON file if one is asked for.
+/// Measures the model in `found` on the ranks that compute, prints a table, and writes the JSON file if one is asked for.
 ///
 /// # Errors
 /// When the model cannot be loaded or run, or the file cannot be written.
-pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options) -> Result<()> {
-    let Options { prefill, contexts, rows, streams, rounds, json, .. } = options;
+pub fn run(
+    mut config: Config,
+    found: &Found,
+    data_dir: &Path,
+    options: &Options,
+    on: On,
+) -> Result<()> {
+    let Options { prefill, contexts, rows, streams, rounds, ranks, json, .. } = options;
     for (option, sizes) in
         [("--prefill", prefill), ("--contexts", contexts), ("--rows", rows), ("--streams", streams)]
     {
@@ -73,8 +87,9 @@ pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options
     }
     // No drafts: their costs would be measured before.
     config.speculation.drafts.clear();
-    let token_bytes = Facts::read(&found.folder)?.token_bytes;
-    let mut decoder = verify::load(config, found, data_dir)?;
+    let token_bytes = Facts::read(&found.folder)?.token_bytes / u64::from(*ranks);
+    let policies = steersman_engine::policies(&config, data_dir)?;
+    let mut decoder = load_on(on, config, found, data_dir, policies)?;
     let plan = Plan {
         prefill: prefill.clone(),
         contexts: contexts.clone(),
@@ -93,7 +108,8 @@ pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options
     if let Some(path) = json {
         let model = &found.folder.display().to_string();
         let version = env!("CARGO_PKG_VERSION");
-        let report = Report { model, version, token_bytes, bandwidth, measured: &measured };
+        let report =
+            Report { model, version, ranks: *ranks, token_bytes, bandwidth, measured: &measured };
         let text = serde_json::to_vec_pretty(&report)?;
         fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
     }

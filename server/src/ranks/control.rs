@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::net::TcpListener;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::cmsg_space;
 use rustix::net::{
@@ -15,9 +15,10 @@ use rustix::net::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use steersman_engine::config::ModelConfig;
+use steersman_engine::config::{Config, ModelConfig};
 
 use super::Over;
+use crate::hub::Found;
 
 /// What a process is told first.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -45,6 +46,14 @@ pub struct Part {
     pub config: ModelConfig,
     /// Where digests of weights are kept.
     pub data_dir: PathBuf,
+}
+
+impl Part {
+    /// The model in `found`, as `config` says.
+    pub fn of(config: &Config, found: &Found, data_dir: &Path) -> Self {
+        let (folder, config) = (found.folder.clone(), config.model.clone());
+        Self { folder, config, data_dir: data_dir.to_owned() }
+    }
 }
 
 /// What a process is told later.
