@@ -50,7 +50,7 @@ pub struct Access {
     link: Option<Arc<Link>>,
     failures: Failures,
     /// Limit on log lines about keys that have expired.
-    expired: Throttle,
+    refusals: Throttle,
 }
 
 /// Where the keys come from.
@@ -168,7 +168,7 @@ impl Access {
             file,
             link,
             failures: Failures::default(),
-            expired: Throttle::default(),
+            refusals: Throttle::default(),
         }
     }
 
@@ -267,10 +267,6 @@ impl Access {
         if state == State::Active {
             return Ok(());
         }
-        if let Some(suppressed) = self.expired.pass() {
-            let (name, state) = (&known.name, state.name());
-            tracing::warn!(key = name, state, suppressed, "request refused: key has expired");
-        }
         Err(ApiError::key_expired(known))
     }
 
@@ -322,8 +318,17 @@ impl Access {
     }
 
     /// Waits before the answer to a wrong key.
-    pub async fn pause(&self, guess: &Guess) {
-        self.failures.pause(guess).await;
+    pub async fn pause(&self, sender: &Sender) {
+        self.failures.pause(sender).await;
+    }
+
+    /// Logs that a request was refused because it has no key, or one that has expired.
+    pub fn log_refusal(&self, sender: &Sender, error: &ApiError) {
+        if let Some(suppressed) = self.refusals.pass() {
+            let Sender { request_id, route, address } = sender;
+            let (code, reason) = (error.code, &error.message);
+            tracing::warn!(request_id, route, address, code, reason, suppressed, "request refused");
+        }
     }
 
     /// Whether there are operators.
@@ -534,8 +539,8 @@ fn list(models: &Models) -> String {
     names.join(", ")
 }
 
-/// A request with a wrong key, for the log.
-pub struct Guess {
+/// Where a request that is refused comes from, for the log.
+pub struct Sender {
     /// Id of the HTTP request.
     pub request_id: String,
     /// The route that was asked for.
@@ -554,9 +559,9 @@ struct Failures {
 
 impl Failures {
     /// Waits for [`FAILURE_INTERVAL`], after the answers to earlier failures.
-    async fn pause(&self, guess: &Guess) {
+    async fn pause(&self, sender: &Sender) {
         if let Some(suppressed) = self.log.pass() {
-            let Guess { request_id, route, address } = guess;
+            let Sender { request_id, route, address } = sender;
             tracing::warn!(request_id, route, address, suppressed, "request refused: wrong key");
         }
         let end = {

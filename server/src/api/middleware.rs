@@ -8,7 +8,7 @@ use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::access::{API_KEY, Caller, Guess};
+use super::access::{API_KEY, Caller, Sender};
 use super::app::App;
 use super::error::{ApiError, Dialect, KEY_EXPIRED};
 use super::request_id;
@@ -23,7 +23,7 @@ const ERROR_BYTES: usize = 4096;
 pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
-    let guess = guess(&request, &caller);
+    let guess = is_guess(&request, &caller).then(|| sender(&request));
     let response = match caller {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
@@ -31,6 +31,9 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
         }
         Err(error) => {
             app.metrics.unauthorized();
+            if guess.is_none() {
+                app.access.log_refusal(&sender(&request), &error);
+            }
             error.into_response()
         }
     };
@@ -47,7 +50,8 @@ pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: 
 pub async fn recognize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
-    let guess = guess(&request, &caller).filter(|_| !app.access.sees_all(&Caller::Anonymous));
+    let is_guess = is_guess(&request, &caller) && !app.access.sees_all(&Caller::Anonymous);
+    let guess = is_guess.then(|| sender(&request));
     if let Ok(caller) = caller {
         request.extensions_mut().insert(caller);
     }
@@ -58,8 +62,8 @@ pub async fn recognize(State(app): State<Arc<App>>, mut request: Request, next: 
     response
 }
 
-/// The guess that a request is if it has a key that nobody has.
-fn guess(request: &Request, caller: &Result<Caller, ApiError>) -> Option<Guess> {
+/// Returns true if a request has a key that nobody has.
+fn is_guess(request: &Request, caller: &Result<Caller, ApiError>) -> bool {
     let has_key =
         [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
     // Who has a key that has expired does not guess.
@@ -67,18 +71,21 @@ fn guess(request: &Request, caller: &Result<Caller, ApiError>) -> Option<Guess> 
         Ok(caller) => *caller == Caller::Anonymous,
         Err(error) => error.code != KEY_EXPIRED,
     };
-    (has_key && is_unknown).then(|| Guess {
+    has_key && is_unknown
+}
+
+fn sender(request: &Request) -> Sender {
+    let of_request = request.extensions();
+    let connection = of_request.get::<Arc<Connection>>();
+    Sender {
         request_id: request_id::text(request.headers()).into(),
-        route: request.extensions().get::<MatchedPath>().map(|path| path.as_str().into()),
-        address: request
-            .extensions()
-            .get::<Arc<Connection>>()
-            .map(|connection| connection.address.to_string()),
-    })
+        route: of_request.get::<MatchedPath>().map(|path| path.as_str().into()),
+        address: connection.map(|connection| connection.address.to_string()),
+    }
 }
 
 /// Waits before the answer to a guess.
-async fn pause(app: &App, connection: Option<&Connection>, guess: &Guess) {
+async fn pause(app: &App, connection: Option<&Connection>, guess: &Sender) {
     // Others need not wait for a connection that only waits.
     connection.inspect(|connection| connection.waits());
     app.access.pause(guess).await;

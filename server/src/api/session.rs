@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::access::Guess;
+use super::access::Sender;
 use super::app::App;
 use super::body::Limit;
 use super::error::ApiError;
@@ -43,7 +43,7 @@ pub async fn open(
     let token = app.bodies.parse(body.bytes, parse).await?;
     let Some(key) = app.access.exchange(&token) else {
         app.metrics.unauthorized();
-        let guess = Guess {
+        let guess = Sender {
             request_id: request_id::text(&headers).into(),
             route: Some("/v1/session".into()),
             address: connection.map(|Extension(connection)| connection.address.to_string()),

@@ -306,17 +306,21 @@ async fn log_of_a_failed_policy_names_its_request() {
     }
 }
 
-/// A wrong key had a line without anything by which its client can be found.
+/// A wrong key had a line without anything by which its client can be found, and a missing one had none.
 #[tokio::test]
 async fn log_of_a_refused_request_has_its_id_route_and_address() {
     let config = ServerConfig { api_keys: vec!["sk-one".into()], ..ServerConfig::default() };
     let server = Served::start(config, answer).await;
     let lines = Lines::default();
     let _guard = lines.capture();
-    for (id, host) in [("trace-8", "elsewhere"), ("trace-9", "localhost")] {
+    let wrong = "Authorization: Bearer sk-two\r\n";
+    for (id, host, key) in [
+        ("trace-8", "elsewhere", wrong),
+        ("trace-9", "localhost", wrong),
+        ("trace-10", "localhost", ""),
+    ] {
         let head = format!(
-            "GET /v1/models HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer sk-two\r\nX-Request-Id: {id}\r\n\
-             Connection: close\r\n\r\n"
+            "GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{key}X-Request-Id: {id}\r\nConnection: close\r\n\r\n"
         );
         read(server.send(head).await).await;
         let log = lines.text();

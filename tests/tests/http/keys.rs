@@ -471,7 +471,9 @@ async fn a_key_that_has_expired_is_refused_and_told_so() {
     assert!(message.contains("`app` has expired at 2020-02-01T00:00:00Z"), "{message}");
     drop(log);
     let log = lines.text();
-    assert!(log.contains("key has expired") && !log.contains(&key[11..]), "{log}");
+    let line = log.lines().find(|line| line.contains("`app` has expired")).expect(&log);
+    assert!(line.contains("route=\"/v1/models\"") && line.contains("request_id="), "{line}");
+    assert!(!log.contains(&key[11..]), "{log}");
     // What it opened stays closed.
     assert_eq!(status(&app, "", "strict").await, 403);
     let state = |list: &[Value]| list.last().unwrap()["state"].clone();
