@@ -7,6 +7,7 @@
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -74,6 +75,12 @@ impl Own {
         Ok(Self { path, locked })
     }
 
+    /// Returns true if the file still has its name.
+    fn is_named(&self) -> io::Result<bool> {
+        let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        Ok(identity(self.locked.metadata()?) == identity(fs::metadata(&self.path)?))
+    }
+
     fn with_address(mut self, address: SocketAddr) -> io::Result<Self> {
         self.locked.write_all(address.to_string().as_bytes())?;
         let path = self.path.with_file_name(format!("{SERVER}{}{ADDRESS}", address.port()));
@@ -85,7 +92,10 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        // A server that was started when this one listened no more may have the port, and so the file.
+        if self.is_named().unwrap_or(false) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -196,6 +206,19 @@ mod tests {
         assert_eq!(read(&data), [first]);
         drop(older);
         assert_eq!((read(&data), names(&data)), (Vec::new(), 0));
+    }
+
+    /// A server that ended removed the address of the one that had begun to listen at its port.
+    #[test]
+    fn a_server_that_ends_leaves_the_address_of_the_next_one_at_its_port() {
+        let data = tempfile::tempdir().unwrap();
+        let address = "127.0.0.1:1".parse().unwrap();
+        let old = announced(data.path(), address);
+        let new = announced(data.path(), address);
+        drop(old);
+        assert_eq!(read(data.path()), [address]);
+        drop(new);
+        assert_eq!((read(data.path()), names(data.path())), (Vec::new(), 0));
     }
 
     /// The key and the prompt of `run` went to whoever listened where a killed server had.
