@@ -76,9 +76,7 @@ pub fn check(
         let Some(note) = note(component, profile, &params) else { continue };
         let reported = prepared.as_ref().map(|prepared| &prepared.problems[..]).unwrap_or_default();
         for (param, _) in &params {
-            let is_reported =
-                reported.iter().any(|problem| unknown_in(problem) == Some(param.as_str()));
-            if is_reported || note.contains(&format!("unknown parameter `{param}`")) {
+            if is_reported_unknown(param, reported, &note) {
                 continue;
             }
             unknown.remove(param);
@@ -115,6 +113,27 @@ pub fn check(
     wrong.extend(unknown);
     wrong.extend(unusable.into_iter().filter(|(key, _)| !key.is_empty()));
     Err(error(wrong))
+}
+
+/// Returns true if a policy says that it does not know `param`, among the problems that it reports of its parameters or in the
+/// note of its plan.
+fn is_reported_unknown(param: &str, reported: &[String], note: &str) -> bool {
+    reported.iter().any(|problem| unknown_in(problem) == Some(param))
+        || note.contains(&format!("unknown parameter `{param}`"))
+}
+
+/// The parameters that a policy without a schema says it does not know, each with the name that is spelt most like it.
+pub fn unknown_params(component: &Arc<Component>, params: &Params) -> Vec<String> {
+    let profile = "default";
+    let prepared = component.prepare(profile, params);
+    let reported = prepared.as_ref().map(|prepared| &prepared.problems[..]).unwrap_or_default();
+    let note = note(component, profile, params).unwrap_or_default();
+    let unknown = params.iter().filter(|(param, _)| is_reported_unknown(param, reported, &note));
+    let problem = |(param, _): &(String, String)| {
+        let (param, problem) = unknown_param(param.clone(), &[component.name()], &Schemas::new());
+        format!("`{param}`: {problem}")
+    };
+    unknown.map(problem).collect()
 }
 
 /// The problems that a policy reports of its parameters, without those that it does not know: it gets all of its profile,

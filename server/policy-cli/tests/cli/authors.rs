@@ -113,6 +113,19 @@ fn a_parameter_of_a_command_is_checked_with_the_schema() {
     }
 }
 
+/// It was shown as differences of `note`.
+#[test]
+fn a_misspelt_parameter_of_a_shipped_policy_ends_the_command() {
+    for (policy, param, near) in [("rules", "rule", "rules"), ("default", "reasonng", "reasoning")]
+    {
+        let failed = fail(&["test", policy, "--param", &format!("{param}=on")]);
+        let expected = format!(
+            "error: --param: `{param}`: the policy `{policy}` has no such parameter; did you mean `{near}`?"
+        );
+        assert!(failed.contains(&expected), "{failed}");
+    }
+}
+
 /// A misspelt parameter was no error as long as the component had another name than the policy.
 #[test]
 fn a_next_version_is_tested_with_the_schema_beside_the_golden_file() {
