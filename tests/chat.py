@@ -77,7 +77,7 @@ class Terminal:
 
 def chat(binary: str, work: Path, env: dict[str, str]) -> None:
     terminal = Terminal([binary, "chat", "--local", "--temperature", "0"], env)
-    terminal.expect("tiny-hybrid-4bit at http://127.0.0.1:")
+    terminal.expect("tiny-hybrid-4bit in this process")
     terminal.enter("What is the capital of Italy?")
     terminal.expect(r"The capital of Italy is Rome\.")
     terminal.expect(r"\d+ tokens.*, [\d.]+ tokens/s, [\d.]+ s to the first")

@@ -64,7 +64,24 @@ pub fn with_server(
             return use_server(&runtime, client, name);
         }
     }
-    in_this_process(file, &data_dir, runtime, model, use_server)
+    let was_announced = is_announced(&data_dir);
+    let local = in_this_process(file.clone(), &data_dir, model.clone())?;
+    // A server that was started together with this command may be seen only now: it is used, and has the files to itself.
+    if !server.local && !was_announced && is_announced(&data_dir) {
+        local.stop()?;
+        let running =
+            runtime.block_on(running(&file, &data_dir, server.key.as_deref(), model.as_deref()))?;
+        return match running {
+            Some((client, name)) => use_server(&runtime, client, name),
+            None => use_local(in_this_process(file, &data_dir, model)?, runtime, use_server),
+        };
+    }
+    use_local(local, runtime, use_server)
+}
+
+/// Returns true if a server uses `data_dir`, or is about to.
+fn is_announced(data_dir: &Path) -> bool {
+    address::is_starting(data_dir) || !address::read(data_dir).is_empty()
 }
 
 /// One thread besides the main one: it closes connections while that one waits for the user.
@@ -73,20 +90,26 @@ fn runtime() -> Result<Runtime> {
     runtime.context("starting the runtime")
 }
 
-/// Starts a server in this process and uses it.
-fn in_this_process(
-    mut file: FileConfig,
-    data_dir: &Path,
+/// Starts a server in this process that has `model`.
+fn in_this_process(mut file: FileConfig, data_dir: &Path, model: Option<String>) -> Result<Local> {
+    if let Some(model) = model {
+        file.model.path = match file.models.get(&model) {
+            Some(own) => own.path.clone(),
+            // Its name in replies and lists is that of the only bundled model.
+            None if model == bundled::NAME => String::new(),
+            None => model,
+        };
+    }
+    Local::start(file, data_dir)
+}
+
+/// Uses a server in this process, and stops it.
+fn use_local(
+    local: Local,
     runtime: Runtime,
-    model: Option<String>,
     use_server: impl FnOnce(&Runtime, Client, String) -> Result<()>,
 ) -> Result<()> {
-    if let Some(model) = model {
-        // Its name in replies and lists is that of the only bundled model.
-        file.model.path = if model == bundled::NAME { String::new() } else { model };
-    }
-    let local = Local::start(file, data_dir)?;
-    let client = Client::new(&local.url(), Some(local.key()))?;
+    let client = Client::new(&local.url(), Some(local.key()))?.in_this_process();
     let done = use_server(&runtime, client, local.model());
     // Connections that the client keeps open would be waited for.
     runtime.shutdown_background();
@@ -186,6 +209,7 @@ async fn is_ready(client: &Client) -> bool {
             Presence::Absent => return false,
             Presence::Loading(model) => {
                 if !std::mem::replace(&mut is_said, true) {
+                    let model = model.filter(|model| !model.is_empty());
                     let model = model.unwrap_or_else(|| "its models".into());
                     let line =
                         format!("waiting for the server at {}: it loads {model}", client.url());
@@ -200,5 +224,9 @@ async fn is_ready(client: &Client) -> bool {
 /// The name among `models` of the model that a user calls `name`.
 fn name_in(models: &[String], name: &str) -> Option<String> {
     let exact = models.iter().find(|known| *known == name);
-    exact.or_else(|| models.iter().find(|known| same_model(known, name))).cloned()
+    let known = exact.or_else(|| models.iter().find(|known| same_model(known, name))).cloned();
+    known.or_else(|| {
+        let (model, profile) = name.rsplit_once('@')?;
+        Some(format!("{}@{profile}", name_in(models, model)?))
+    })
 }

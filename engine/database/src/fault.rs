@@ -4,6 +4,8 @@ use std::any::Any;
 use std::io::{self, ErrorKind};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Why a call of redb failed, by what follows.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -65,6 +67,29 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
+/// Time in which a process that ends, or makes room for this one, closes its files.
+const CLOSING: Duration = Duration::from_secs(3);
+
+/// Pause before another attempt to open a file.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// What `open` returns, which is tried for three seconds while `is_in_use` says that another process has the file open.
+///
+/// # Errors
+/// Those of `open`.
+pub fn patiently<T, E>(
+    mut open: impl FnMut() -> Result<T, E>,
+    is_in_use: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    let end = Instant::now() + CLOSING;
+    loop {
+        match open() {
+            Err(error) if is_in_use(&error) && Instant::now() < end => thread::sleep(PAUSE),
+            result => return result,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,5 +102,20 @@ mod tests {
         assert!(matches!(failed(ErrorKind::UnexpectedEof), Fault::Damaged(_)));
         assert!(matches!(failed(ErrorKind::StorageFull), Fault::Io(_)));
         assert!(matches!(Fault::from(redb::Error::DatabaseAlreadyOpen), Fault::InUse));
+    }
+
+    /// A server beside a command that made room for it had no file for its whole life.
+    #[test]
+    fn a_file_that_is_closed_soon_is_waited_for_and_other_errors_are_not() {
+        let attempts = |error: fn(u32) -> Option<&'static str>| {
+            let mut count = 0;
+            let open = || {
+                count += 1;
+                error(count).map_or(Ok(count), Err)
+            };
+            (patiently(open, |error| *error == "in use"), count)
+        };
+        assert_eq!(attempts(|count| (count < 3).then_some("in use")), (Ok(3), 3));
+        assert_eq!(attempts(|_| Some("damaged")), (Err("damaged"), 1));
     }
 }

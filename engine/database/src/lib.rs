@@ -21,5 +21,5 @@ mod fault;
 mod file;
 
 pub use aside::{files_set_aside, set_aside};
-pub use fault::{Fault, close, guarded};
+pub use fault::{Fault, close, guarded, patiently};
 pub use file::{Owner, open_private, owner, size_on_disk, tables, with_suffix};

@@ -29,7 +29,7 @@ use redb::backends::InMemoryBackend;
 use redb::{Builder, Database as Redb, ReadableDatabase, StorageBackend, TableDefinition};
 use sha2::{Digest, Sha256};
 use steersman_database::{
-    Fault, Owner, close, guarded, open_private, owner, set_aside, tables, with_suffix,
+    Fault, Owner, close, guarded, open_private, owner, patiently, set_aside, tables, with_suffix,
 };
 
 use crate::error::Error;
@@ -84,8 +84,10 @@ impl Storage {
     /// [`Error::NotOurs`] names a file in the place of the database that is something else.
     pub fn open(data: &Path) -> Result<Self, Error> {
         let path = data.join(DATABASE);
-        let opened =
-            open_or_replace(&path).and_then(|redb| Ok(redb.map(Database::on_disk).transpose()?));
+        let open = || {
+            open_or_replace(&path).and_then(|redb| Ok(redb.map(Database::on_disk).transpose()?))
+        };
+        let opened = patiently(open, |fault| matches!(fault, Fault::InUse));
         match opened {
             Ok(Some(database)) => {
                 Ok(Self { database: Arc::new(database), compiled: Some(data.join(COMPILED)) })

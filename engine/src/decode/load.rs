@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
+use steersman_database::patiently;
 
 use super::Decoder;
 use super::calibration::Calibration;
@@ -390,12 +391,13 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
         return None;
     }
     let path = config.file(data);
-    match RedbStore::open(&path, fingerprint, config) {
+    let open = || RedbStore::open(&path, fingerprint, config);
+    match patiently(open, |error| matches!(error, StoreError::InUse(_))) {
         Ok(store) => Some(store),
         Err(StoreError::InUse(path)) => {
             tracing::warn!(
                 path = %path.display(),
-                "prefix store is in use by another process; running without the disk tier"
+                "prefix store is in use by another process; running without the disk tier until the next start"
             );
             None
         }

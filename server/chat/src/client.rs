@@ -39,6 +39,7 @@ pub struct Client {
     http: HttpClient<HttpsConnector<HttpConnector>, Full<Bytes>>,
     url: String,
     key: Option<HeaderValue>,
+    is_in_this_process: bool,
 }
 
 /// What answers at an address.
@@ -150,7 +151,20 @@ impl Client {
             anyhow::Ok(value)
         });
         let http = HttpClient::builder(TokioExecutor::new()).build(connector);
-        Ok(Self { http, url, key: key.transpose()? })
+        Ok(Self { http, url, key: key.transpose()?, is_in_this_process: false })
+    }
+
+    /// This client, of a server that is in this process: its address is of no use to anybody else.
+    pub fn in_this_process(self) -> Self {
+        Self { is_in_this_process: true, ..self }
+    }
+
+    /// Where the server is, for people.
+    pub fn place(&self) -> String {
+        match self.is_in_this_process {
+            true => "in this process".into(),
+            false => format!("at {}", self.url),
+        }
     }
 
     /// The server's address.

@@ -17,7 +17,7 @@ pub const HELP: &str = "\
 /load FILE          continue a conversation that was saved, in place of this one
 /help               list the commands
 /exit, /bye         leave, as Ctrl-D does
-Ctrl-C stops a reply. A line that ends with \\ continues on the next. Text between two \"\"\" has any lines. // at the
+Ctrl-C stops a reply. A line that ends with \\ continues on the next. Text that begins with \"\"\" ends with the next. // at the
 beginning sends a /.";
 
 /// What stands around a text of several lines.

@@ -41,7 +41,7 @@ pub fn chat(
     let mut chat = Chat { runtime, client, session, screen };
     chat.choose_model()?;
     let opening =
-        format!("{} at {}; /help lists the commands", chat.session.model, chat.client.url());
+        format!("{} {}; /help lists the commands", chat.session.model, chat.client.place());
     chat.screen.remark(&opening)?;
     let mut lines = Lines::new(history)?;
     while let Some(line) = lines.read(&mut chat.screen)? {

@@ -90,6 +90,9 @@ async fn commands_talk_to_the_server_of_their_data_folder_wherever_it_listens() 
     });
     let found = talk_in(data.path(), &file, Server::default(), asked).await.unwrap();
     assert_eq!(found, (format!("http://{address}"), "qwen3:4b".to_string()));
+    let of_profile = Some("qwen3:4b@strict");
+    let found = talk_in(data.path(), &file, Server::default(), of_profile).await.unwrap();
+    assert_eq!(found.1, "qwen3:4b@strict");
     let announced = announced.await.unwrap();
     // The configured address comes first.
     let other = running("qwen3:4b", &[]).await;
@@ -146,4 +149,8 @@ async fn a_model_is_loaded_in_this_process_if_no_server_has_it_or_that_is_asked_
         error(talk(&nowhere, Server::default(), Some(ABSENT)).await),
         "./absent.gguf does not exist"
     );
+    // A name of the configuration is that of its model.
+    nowhere.models = FileConfig::parse("[models.small]\npath = './absent.gguf'").unwrap().models;
+    let asked = talk(&nowhere, Server::default(), Some("small")).await;
+    assert_eq!(error(asked), "./absent.gguf does not exist");
 }
