@@ -9,7 +9,9 @@
 //! lost connections. What connects them is expected to deliver messages in order and to say when it has ended.
 //!
 //! # Invariants
-//! - No process starts while one of an older generation runs on any machine: a process ends before its agent connects again.
+//! - No process starts while one of an older generation runs at the same agent: a process ends before its agent connects again.
+//!   Where another agent takes the place of one whose connection has ended, the old process runs until it has heard nothing for
+//!   [`SILENCE_MS`]; it has other addresses than the new ones.
 //! - Nobody waits without a deadline: what is heard of no more is given up after [`SILENCE_MS`].
 
 mod agent;

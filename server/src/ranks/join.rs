@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, anyhow, bail};
 use steersman_engine::config::ModelConfig;
 use steersman_rank_control::hello::{Key, Refused};
-use steersman_rank_control::{Addresses, AgentAction, FromAgent, Millis};
+use steersman_rank_control::{Addresses, AgentAction, FromAgent, Millis, SILENCE_MS};
 use tokio::runtime::Runtime;
 
 use super::control::ToProcess;
@@ -50,7 +50,7 @@ struct Seat {
 struct Joined {
     address: String,
     key: String,
-    /// The model in this machine's files, and how they are computed here: its path and device count.
+    /// The model in this machine's files, and how it is computed: the path and the device are used.
     part: Part,
     events: Sender<Event>,
     began: Instant,
@@ -59,12 +59,15 @@ struct Joined {
     /// The number of the newest connection, and the connection if it is there.
     number: u64,
     link: Option<Link>,
+    /// When it was made.
+    linked: Millis,
     seat: Option<Seat>,
     /// The port at which the next process can be reached.
     port: u16,
     hosts: Option<Hosts>,
     /// Whether it was said that the server is waited for.
     is_waiting: bool,
+    /// Whether the server has proved that it has the key.
     has_joined: bool,
     ended: Option<Result<()>>,
 }
@@ -97,6 +100,7 @@ pub fn join(address: &str, key: String, part: Part) -> Result<()> {
         actions: actions.into(),
         number: 0,
         link: None,
+        linked: 0,
         seat: None,
         port: 0,
         hosts: None,
@@ -119,7 +123,16 @@ impl Joined {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => unreachable!("this has a sender"),
             }
+            // What has been heard counts before what has not.
+            for event in happens.try_iter() {
+                self.perform();
+                self.handle(event);
+            }
+            self.perform();
             let now = self.now();
+            if self.link.is_some() && self.seat.is_none() && now > self.linked + SILENCE_MS {
+                self.unlink(now);
+            }
             let actions = self.local.agent.tick(now);
             self.actions.extend(actions);
         }
@@ -142,7 +155,8 @@ impl Joined {
                 self.actions.extend(actions);
             }
             Event::Linked(LinkEvent::Up(number, link)) if number == self.number => {
-                self.link = Some(link);
+                // The server has the key.
+                (self.link, self.linked, self.has_joined) = (Some(link), now, true);
             }
             Event::Linked(LinkEvent::Said(number, message)) if number == self.number => {
                 self.hear_server(now, message);
@@ -159,7 +173,7 @@ impl Joined {
         match message {
             ToMachine::Seat { rank, over, config } => {
                 tracing::info!(rank, server = self.address, "joined");
-                (self.is_waiting, self.has_joined) = (false, true);
+                self.is_waiting = false;
                 // Files and devices are this machine's.
                 let ModelConfig { path, device, .. } = self.part.config.clone();
                 let config = ModelConfig { path, device, ..*config };

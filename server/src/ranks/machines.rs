@@ -120,7 +120,12 @@ impl Drop for Link {
 }
 
 fn next<T: DeserializeOwned>(input: &mut impl BufRead) -> io::Result<Option<T>> {
-    read(input).inspect_err(|error| tracing::debug!(%error, "a connection between machines ends"))
+    read(input).inspect_err(|error| match error.kind() {
+        io::ErrorKind::InvalidData => {
+            tracing::warn!(%error, "the other machine has another version of Steersman");
+        }
+        _ => tracing::debug!(%error, "a connection between machines ends"),
+    })
 }
 
 /// Accepts machines with `key` at `listener` until the process ends. What happens goes to `hear`.
@@ -143,7 +148,9 @@ pub fn accept(
                 hellos.fetch_sub(1, Ordering::Relaxed);
                 continue;
             }
-            let (key, hear, hellos) = (key.clone(), hear.clone(), hellos.clone());
+            let (key, hear) = (key.clone(), hear.clone());
+            let running = hellos.clone();
+            let hellos = hellos.clone();
             let greet = move || {
                 let opened = welcome(stream, key).and_then(|(about, output, input)| {
                     Link::open(number, about, (output, input), hear)
@@ -154,7 +161,9 @@ pub fn accept(
                 hellos.fetch_sub(1, Ordering::Relaxed);
             };
             // Without a thread the connection ends.
-            let _ = thread::Builder::new().name("hello".into()).spawn(greet);
+            if thread::Builder::new().name("hello".into()).spawn(greet).is_err() {
+                running.fetch_sub(1, Ordering::Relaxed);
+            }
         }
     };
     thread::Builder::new().name("machines".into()).spawn(accept)?;

@@ -63,6 +63,8 @@ pub struct Member {
     listener: Option<TcpListener>,
     told: watch::Receiver<Told>,
     is_ready: AtomicBool,
+    /// Whether it waits for other ranks: what fails then may succeed the next time.
+    is_joining: AtomicBool,
 }
 
 /// What the parent has told this process.
@@ -100,8 +102,8 @@ impl Member {
         };
         thread::Builder::new().name("parent".into()).spawn(hear)?;
         let control = Mutex::new(control);
-        let is_ready = AtomicBool::new(false);
-        Ok(Arc::new(Self { assignment, control, listener, told, is_ready }))
+        let (is_ready, is_joining) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Arc::new(Self { assignment, control, listener, told, is_ready, is_joining }))
     }
 
     /// Number of ranks.
@@ -169,9 +171,9 @@ impl Member {
     }
 
     /// Tells the parent why this rank cannot load its part, which it could not the next time either. Says nothing of what fails
-    /// later.
+    /// later, or while it joins the other ranks.
     pub fn say_failed(&self, why: &anyhow::Error) {
-        if !self.is_ready.load(Ordering::Relaxed) {
+        if !self.is_ready.load(Ordering::Relaxed) && !self.is_joining.load(Ordering::Relaxed) {
             self.say(&FromProcess::Failed(format!("{why:#}")));
         }
     }
@@ -204,9 +206,11 @@ impl Member {
     /// If another one does not connect within a minute, or MLX cannot join them.
     pub fn lead(&self, device: Device) -> Result<Lead> {
         let Assignment { count, over, log, .. } = &self.assignment;
+        self.is_joining.store(true, Ordering::Relaxed);
         let listener = TcpListener::bind(log).with_context(|| format!("listening on {log}"))?;
         let outputs = log_link::accept(&listener, &self.key()?, *count)?;
         let ranks = in_time(|| join_ranks(device, over.backend()))?;
+        self.is_joining.store(false, Ordering::Relaxed);
         Ok(Lead { ranks, outputs })
     }
 }
@@ -273,8 +277,10 @@ fn load_part(member: &Arc<Member>, clock: &Arc<Clock>) -> Result<(FollowingRank,
     member.beat(move || of_beats.computing())?;
     let Assignment { rank, over, log, model, .. } = &member.assignment;
     let Part { folder, config, .. } = model;
+    member.is_joining.store(true, Ordering::Relaxed);
     let log = log_link::connect(log, member.key()?, *rank)?;
     let ranks = in_time(|| join_ranks(config.device, over.backend()))?;
+    member.is_joining.store(false, Ordering::Relaxed);
     let own = FollowingRank::load(config, folder, ranks)?;
     member.say_ready()?;
     Ok((own, log))

@@ -1,9 +1,9 @@
 //! TCP connections whose ends have proved to each other that they have the key of the ranks. Each message has a tag: nobody else
 //! can read in the place of an end, or write what it reads. What is sent is not encrypted.
 
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde::de::DeserializeOwned;
@@ -20,7 +20,7 @@ const HELLO_BYTES: usize = 1024;
 /// Proves to the other end of `stream`, which has connected, that this one has `key`. Returns what it says of itself.
 ///
 /// # Errors
-/// If it does not prove within five seconds that it has the key, too.
+/// If it does not prove that it has the key, too, within five seconds for each message.
 pub fn welcome(stream: TcpStream, key: Key) -> Result<(String, Output, Input)> {
     stream.set_nonblocking(false)?;
     prepare(&stream)?;
@@ -36,14 +36,20 @@ pub fn welcome(stream: TcpStream, key: Key) -> Result<(String, Output, Input)> {
 /// Proves to the other end of `stream`, which has accepted the connection, that this one has `key`, and says `about` of itself.
 ///
 /// # Errors
-/// If the other end does not prove within five seconds that it has the key, too: [`Refused::OtherKey`] if it has another one.
+/// If the other end does not prove that it has the key, too, within five seconds for each message: [`Refused::OtherKey`] if it
+/// has another one.
 pub fn introduce(stream: TcpStream, key: Key, about: &str) -> Result<(Output, Input)> {
     prepare(&stream)?;
     let challenge = read_line(&stream)?;
     let (client, answer) = Client::answer(key, &challenge, nonce()?, about)?;
     (&stream).write_all(&line(&answer))?;
     // It ends the connection if it has another key.
-    let welcome = read_line(&stream).context(Refused::OtherKey)?;
+    let welcome = read_line(&stream).map_err(|error| {
+        let is_ended = error.downcast_ref().is_some_and(|error: &io::Error| {
+            [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset].contains(&error.kind())
+        });
+        if is_ended { error.context(Refused::OtherKey) } else { error }
+    })?;
     let (seal, unseal) = client.welcomed(&welcome)?;
     ends(stream, seal, unseal)
 }
@@ -67,8 +73,11 @@ fn nonce() -> Result<Nonce> {
 
 /// One message, byte by byte: what follows it is not read.
 fn read_line<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T> {
-    let mut line = Vec::new();
+    let (mut line, end) = (Vec::new(), Instant::now() + HELLO);
     while line.len() < HELLO_BYTES {
+        // One byte now and then must not hold the connection.
+        let left = end.checked_duration_since(Instant::now()).context("it takes too long")?;
+        stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         let mut byte = [0];
         stream.read_exact(&mut byte)?;
         match byte {

@@ -351,7 +351,7 @@ impl Supervision {
     fn seat(&mut self, number: u64, mut link: Link) {
         let free = self.ranks.iter().position(|rank| matches!(rank, Rank::There(None)));
         let (Some(rank), Ok(port)) = (free, link.about.parse()) else {
-            tracing::warn!(address = %link.other, "a machine joins, and all ranks have one");
+            tracing::debug!(address = %link.other, "a machine joins, and all ranks have one");
             return link.send(&ToMachine::Full);
         };
         let Launch { over, part, .. } = &self.supervised.launch;
