@@ -1,5 +1,5 @@
 //! The addresses of the servers that use a data folder: `chat` and `run` find a server that listens elsewhere than its
-//! configuration says, and wait for one that starts.
+//! configuration says, and wait for a server that is starting.
 //!
 //! Each server has a file, which it keeps locked. The system unlocks the file of a server that is killed: nobody sends keys and
 //! prompts to whoever listens at its address later.
@@ -26,7 +26,7 @@ const BYTES: u64 = 64;
 /// Most files that are looked at.
 const FILES: usize = 64;
 
-/// What the data folder says of this process, until it is dropped. A warning is logged if it cannot be written.
+/// The announcement of this process in the data folder, which is withdrawn on drop. If it cannot be written, a warning is logged.
 pub struct Announced(Option<Own>);
 
 /// The file of this process, which is removed on drop.

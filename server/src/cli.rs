@@ -178,8 +178,8 @@ pub struct Serve {
     /// What carries the arrays of several ranks [default: nccl on NVIDIA GPUs, ring otherwise]
     #[arg(long, value_enum)]
     pub over: Option<Over>,
-    /// Wait for so many machines, each of which has one more part of the model of [model]: on each of them, run
-    /// `steersman join`
+    /// Wait for this many machines, each of which computes one more part of the model of [model]; run `steersman join` on
+    /// each of them
     #[arg(long, value_parser = whole(1..=63_u32), value_name = "COUNT", requires = "rank_key")]
     pub wait_for: Option<u32>,
     /// File with the key that these machines have
@@ -196,7 +196,7 @@ pub struct Serve {
 pub struct Join {
     #[command(flatten)]
     pub common: Common,
-    /// Where the server waits for machines: HOST:PORT, as its log says
+    /// Address at which the server waits for machines, HOST:PORT, as in its log
     pub server: String,
     /// File with the key that the server has
     #[arg(long, value_name = "FILE")]

@@ -43,7 +43,7 @@ pub use self::supervise::{Joining, Places, supervise};
 pub enum Over {
     /// TCP connections: ranks compute on the CPU
     Ring,
-    /// NVIDIA's library: each rank has a GPU of this machine
+    /// NVIDIA's library: each rank has a GPU of its machine
     Nccl,
 }
 

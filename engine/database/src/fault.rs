@@ -73,10 +73,11 @@ const CLOSING: Duration = Duration::from_secs(3);
 /// Pause before another attempt to open a file.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// What `open` returns, which is tried for three seconds while `is_in_use` says that another process has the file open.
+/// Calls `open` until it returns an error other than that another process has the file open (`is_in_use`), or a value. Gives up
+/// after three seconds.
 ///
 /// # Errors
-/// Those of `open`.
+/// The errors of `open`.
 pub fn patiently<T, E>(
     mut open: impl FnMut() -> Result<T, E>,
     is_in_use: impl Fn(&E) -> bool,

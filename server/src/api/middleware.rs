@@ -99,9 +99,7 @@ pub async fn check_origin(State(app): State<Arc<App>>, request: Request, next: N
             app.metrics.refused(error.code);
             if let Some(suppressed) = app.refusals.pass() {
                 let (code, reason) = (error.code, &error.message);
-                let request_id = request_id::text(request.headers());
-                let connection = request.extensions().get::<Arc<Connection>>();
-                let address = connection.map(|connection| connection.address.to_string());
+                let Sender { request_id, address, .. } = sender(&request);
                 tracing::warn!(request_id, address, code, reason, suppressed, "request refused");
             }
             error.into_response()

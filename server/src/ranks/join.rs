@@ -1,7 +1,6 @@
 //! `steersman join`: a machine that computes one rank of a server on another machine, whenever that runs.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ use tokio::runtime::Runtime;
 use super::control::ToProcess;
 use super::environment::{Hosts, free_port};
 use super::launch::Launch;
-use super::local::Local;
+use super::local::{Local, millis_since};
 use super::machines::{FromMachine, Link, LinkEvent, ToMachine, connect};
 use super::process::{Heard, RankProcess};
 use super::{Over, Part};
@@ -62,8 +61,6 @@ struct Joined {
     /// When it was made.
     linked: Millis,
     seat: Option<Seat>,
-    /// The port at which the next process can be reached.
-    port: u16,
     hosts: Option<Hosts>,
     /// Whether it was said that the server is waited for.
     is_waiting: bool,
@@ -102,7 +99,6 @@ pub fn join(address: &str, key: String, part: Part) -> Result<()> {
         link: None,
         linked: 0,
         seat: None,
-        port: 0,
         hosts: None,
         is_waiting: false,
         has_joined: false,
@@ -139,8 +135,7 @@ impl Joined {
     }
 
     fn now(&self) -> Millis {
-        // From 1 on: the state machine takes 0 for never.
-        Millis::try_from(self.began.elapsed().as_millis()).unwrap_or(Millis::MAX - 1) + 1
+        millis_since(self.began)
     }
 
     fn handle(&mut self, event: Event) {
@@ -255,9 +250,8 @@ impl Joined {
     fn connect(&mut self) -> Result<()> {
         let pause = if self.number == 0 { Duration::ZERO } else { AGAIN };
         self.number += 1;
-        self.port = free_port()?;
+        let (number, port, events) = (self.number, free_port()?, self.events.clone());
         let (address, key) = (self.address.clone(), Key::new(self.key.as_bytes())?);
-        let (number, port, events) = (self.number, self.port, self.events.clone());
         let connect = move || {
             thread::sleep(pause);
             let sender = events.clone();
@@ -271,27 +265,22 @@ impl Joined {
     }
 
     fn send(&mut self, message: FromAgent) {
+        let Some(link) = &mut self.link else { return };
         // A port that the last process had may not be free yet.
         if matches!(message, FromAgent::Ended { .. }) {
             match free_port() {
-                Ok(port) => self.port = port,
+                Ok(port) => link.send(&FromMachine::Port(port)),
                 Err(error) => self.ended = Some(Err(error)),
             }
-            if let Some(link) = &mut self.link {
-                link.send(&FromMachine::Port(self.port));
-            }
         }
-        if let Some(link) = &mut self.link {
-            link.send(&FromMachine::Agent(message));
-        }
+        link.send(&FromMachine::Agent(message));
     }
 
     fn spawn(&mut self, addresses: &Addresses) -> Result<()> {
         let Some(Seat { rank, over, config }) = &self.seat else { bail!("it has no rank") };
-        let folder: PathBuf = self.part.data_dir.clone();
         // The file of the last process is removed before this one is written.
         self.hosts = None;
-        let hosts = self.hosts.insert(Hosts::write(&folder, &addresses.ranks)?);
+        let hosts = self.hosts.insert(Hosts::write(&self.part.data_dir, &addresses.ranks)?);
         let part = Part { config: config.clone(), ..self.part.clone() };
         let launch = Launch::with_key(*over, part, self.key.clone());
         let (command, assignment) = launch.process(*rank, 0, addresses, hosts)?;

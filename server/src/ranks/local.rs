@@ -2,6 +2,7 @@
 
 use std::io;
 use std::process::ExitStatus;
+use std::time::Instant;
 
 use anyhow::Result;
 use steersman_rank_control::{Agent, AgentAction, Millis};
@@ -20,13 +21,18 @@ pub struct Local {
     failed: Option<String>,
 }
 
+/// The time since `began`, for state machines, which take 0 for never.
+pub fn millis_since(began: Instant) -> Millis {
+    Millis::try_from(began.elapsed().as_millis()).unwrap_or(Millis::MAX - 1) + 1
+}
+
 /// How a process ended.
 pub struct End {
     /// For people.
     pub why: String,
     /// The process could not load its part, and the next one could not either.
     pub cannot_load: bool,
-    /// Its exit status is that of success.
+    /// Whether its exit status is 0.
     pub is_success: bool,
 }
 
@@ -45,7 +51,7 @@ impl Local {
     /// Starts the process by `start`, which gets its number among those of this rank. Returns the system's number of it.
     ///
     /// # Errors
-    /// Those of `start`.
+    /// The errors of `start`.
     pub fn start(&mut self, start: impl FnOnce(u64) -> Result<RankProcess>) -> Result<u32> {
         self.started += 1;
         let process = start(self.started)?;

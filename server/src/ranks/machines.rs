@@ -6,7 +6,6 @@
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -137,20 +136,18 @@ pub fn accept(
     key: Key,
     hear: impl Fn(LinkEvent<FromMachine>) + Clone + Send + 'static,
 ) -> Result<()> {
-    let hellos = Arc::new(AtomicUsize::new(0));
+    let hellos = Arc::new(());
     let accept = move || {
         for number in 0.. {
             let Ok((stream, from)) = listener.accept() else {
                 thread::sleep(PAUSE);
                 continue;
             };
-            if hellos.fetch_add(1, Ordering::Relaxed) >= HELLOS {
-                hellos.fetch_sub(1, Ordering::Relaxed);
+            // One for this function, and one for each connection.
+            if Arc::strong_count(&hellos) > HELLOS {
                 continue;
             }
-            let (key, hear) = (key.clone(), hear.clone());
-            let running = hellos.clone();
-            let hellos = hellos.clone();
+            let (key, hear, hello) = (key.clone(), hear.clone(), hellos.clone());
             let greet = move || {
                 let opened = welcome(stream, key).and_then(|(about, output, input)| {
                     Link::open(number, about, (output, input), hear)
@@ -158,12 +155,10 @@ pub fn accept(
                 if let Err(error) = opened {
                     tracing::warn!(%from, %error, "a connection of a machine is refused");
                 }
-                hellos.fetch_sub(1, Ordering::Relaxed);
+                drop(hello);
             };
             // Without a thread the connection ends.
-            if thread::Builder::new().name("hello".into()).spawn(greet).is_err() {
-                running.fetch_sub(1, Ordering::Relaxed);
-            }
+            let _ = thread::Builder::new().name("hello".into()).spawn(greet);
         }
     };
     thread::Builder::new().name("machines".into()).spawn(accept)?;

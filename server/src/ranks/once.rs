@@ -26,7 +26,7 @@ impl On {
     /// by `over`, have run the command and ended.
     ///
     /// # Errors
-    /// Those of [`run_once`] and [`Member::lead`].
+    /// The errors of [`run_once`] and [`Member::lead`].
     pub fn choose(
         count: usize,
         over: Option<Over>,

@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use super::control::ToProcess;
 use super::environment::{Hosts, LOOPBACK, free_addresses};
 use super::launch::Launch;
-use super::local::Local;
+use super::local::{Local, millis_since};
 use super::machines::{FromMachine, Link, LinkEvent, ToMachine, accept};
 use super::process::{Heard, RankProcess};
 use super::{Over, Part};
@@ -41,7 +41,7 @@ pub struct Places {
     pub here: usize,
     /// What carries their arrays; `None` for what fits the device.
     pub over: Option<Over>,
-    /// Those that are processes of other machines.
+    /// The machines that compute further ranks, if there are any.
     pub joining: Option<Joining>,
 }
 
@@ -257,8 +257,7 @@ impl Supervision {
     }
 
     fn now(&self) -> Millis {
-        // From 1 on: the state machines take 0 for never.
-        Millis::try_from(self.began.elapsed().as_millis()).unwrap_or(Millis::MAX - 1) + 1
+        millis_since(self.began)
     }
 
     /// The rank, if it is one of this machine.
@@ -347,7 +346,7 @@ impl Supervision {
         })
     }
 
-    /// Gives a machine that joins the first rank that has none.
+    /// Assigns the first rank without a machine to one that joins.
     fn seat(&mut self, number: u64, mut link: Link) {
         let free = self.ranks.iter().position(|rank| matches!(rank, Rank::There(None)));
         let (Some(rank), Ok(port)) = (free, link.about.parse()) else {

@@ -115,14 +115,13 @@ pub fn check(
     Err(error(wrong))
 }
 
-/// Returns true if a policy says that it does not know `param`, among the problems that it reports of its parameters or in the
-/// note of its plan.
+/// Returns true if a policy reports `param` as unknown, in its problems or in the note of its plan.
 fn is_reported_unknown(param: &str, reported: &[String], note: &str) -> bool {
     reported.iter().any(|problem| unknown_in(problem) == Some(param))
         || note.contains(&format!("unknown parameter `{param}`"))
 }
 
-/// The parameters that a policy without a schema says it does not know, each with the name that is spelt most like it.
+/// The problems of the parameters that a policy without a schema reports as unknown. Each suggests the most similar known name.
 pub fn unknown_params(component: &Arc<Component>, params: &Params) -> Vec<String> {
     let profile = "default";
     let prepared = component.prepare(profile, params);
