@@ -2,8 +2,8 @@
 //!
 //! A kernel's text is compiled as C++ when it is first used, with `emulation.h` before it, and loaded. The header has the
 //! threads, barriers and collectives of Metal, and finds races and indices of threadgroup memory that are out of bounds.
-//! This file checks the buffers: nothing is written beside an output, every element of an output is written, and what is
-//! read beside an input is not a number. It shows that a text computes what it should, under several orders of threads.
+//! This file checks the buffers: nothing is written beside an output, every element of an output is written unless it is an
+//! input that is written in place, and what is read beside an input is not a number. It shows that a text computes what it should, under several orders of threads.
 //! [`types`] checks address spaces and constness. Neither shows that Apple's compiler accepts the text, nor how fast it is.
 //!
 //! Needs a C++ compiler (`CXX`, or `c++`), and libclang for the types. Compiled texts stay beside the running program, in
@@ -54,6 +54,9 @@ struct Loaded {
     _library: Library,
 }
 
+/// Before the type of an output that the kernel does not fill: an input, which MLX passes as a constant.
+const IN_PLACE: &str = "in_place ";
+
 /// Runs a kernel: reads the inputs, fills the outputs, with a grid of threads along x, y and z, and threadgroups of some of
 /// them. Fails with a sentence that names the fault.
 pub type Launch =
@@ -84,7 +87,7 @@ pub fn set_order(order: Order) {
 
 /// Compiles the body of a kernel, with `header` before it, and checks its types. Inputs and outputs are given by the type of
 /// an element and the name. The type of an input has `constant` before it if MLX passes it in that address space: if it has
-/// fewer than 8 elements.
+/// fewer than 8 elements. An input that the kernel writes is an output with [`IN_PLACE`] before its type.
 ///
 /// # Errors
 /// What the compiler or the check of types finds, or why there is none.
@@ -96,11 +99,14 @@ pub fn compile(
 ) -> Result<Launch, String> {
     let text = text(header, body, inputs, outputs);
     let library = load(&text, || types::check(header, body, inputs, outputs))?;
-    let sizes: Vec<usize> = outputs.iter().map(|[kind, _]| element_size(kind)).collect();
+    let kinds: Vec<(bool, usize)> = outputs
+        .iter()
+        .map(|[kind, _]| (kind.starts_with(IN_PLACE), element_size(plain(kind))))
+        .collect();
     let counts = [inputs.len(), outputs.len()];
     Ok(Box::new(move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], grid, group| {
         assert_eq!([inputs.len(), outputs.len()], counts, "a buffer for each name");
-        run(&library, &sizes, inputs, outputs, [grid, group])
+        run(&library, &kinds, inputs, outputs, [grid, group])
     }))
 }
 
@@ -108,10 +114,10 @@ pub fn compile(
 fn text(header: &str, body: &str, inputs: &[[&str; 2]], outputs: &[[&str; 2]]) -> String {
     let mut declared = String::new();
     let mut set = String::new();
-    let names = inputs.iter().map(|name| ("const ", name));
-    for (i, (is_const, [kind, name])) in
-        names.chain(outputs.iter().map(|name| ("", name))).enumerate()
-    {
+    let inputs = inputs.iter().map(|name| (true, name));
+    let outputs = outputs.iter().map(|name| (name[0].starts_with(IN_PLACE), name));
+    for (i, (is_const, [kind, name])) in inputs.chain(outputs).enumerate() {
+        let (kind, is_const) = (plain(kind), if is_const { "const " } else { "" });
         declared += &format!("static {is_const}{kind}* {name};\n");
         set += &format!("  {name} = static_cast<{kind}*>(buffers[{i}]);\n");
     }
@@ -120,6 +126,11 @@ fn text(header: &str, body: &str, inputs: &[[&str; 2]], outputs: &[[&str; 2]]) -
          extern \"C\" const char* emulation_launch(void* const* buffers, const uint* grid, const uint* size, uint32_t \
          order) {{\n{set}  return emulation::run(grid, size, order);\n}}\n"
     )
+}
+
+/// The type of an element.
+fn plain(kind: &str) -> &str {
+    kind.strip_prefix(IN_PLACE).unwrap_or(kind)
 }
 
 fn element_size(kind: &str) -> usize {
@@ -252,7 +263,7 @@ impl Guarded {
 
 fn run(
     library: &Loaded,
-    sizes: &[usize],
+    kinds: &[(bool, usize)],
     inputs: &[&[u8]],
     outputs: &mut [&mut [u8]],
     [grid, group]: [[u32; 3]; 2],
@@ -264,9 +275,14 @@ fn run(
         copy.content().copy_from_slice(input);
         guarded.push(copy);
     }
-    for (output, size) in outputs.iter().zip(sizes) {
+    for (output, &(in_place, size)) in outputs.iter().zip(kinds) {
         let mut copy = Guarded::new(output.len());
-        for element in copy.content().chunks_mut(*size) {
+        if in_place {
+            copy.content().copy_from_slice(output);
+            guarded.push(copy);
+            continue;
+        }
+        for element in copy.content().chunks_mut(size) {
             let length = element.len();
             element.copy_from_slice(&UNWRITTEN[..length]);
         }
@@ -298,8 +314,9 @@ fn run(
             }
             continue;
         };
-        let size = sizes[o];
-        let is_unwritten = |element: &[u8]| size > 1 && *element == UNWRITTEN[..element.len()];
+        let (in_place, size) = kinds[o];
+        let is_unwritten =
+            |element: &[u8]| !in_place && size > 1 && *element == UNWRITTEN[..element.len()];
         if let Some(element) = copy.content().chunks(size).position(is_unwritten) {
             return Err(format!("element {element} of output {o} was not written"));
         }

@@ -80,6 +80,19 @@ fn a_read_beside_an_input_is_not_a_number() {
 }
 
 #[test]
+fn a_buffer_that_is_written_in_place_keeps_its_other_elements() {
+    let body = "if (thread_position_in_grid.x == 40) ((device float*)x)[2] = 5; y[0] = 1;";
+    let launch = compile("", body, &[], &[["in_place float", "x"], ["float", "y"]]).unwrap();
+    let mut x: Vec<u8> = (0..4u8).flat_map(|i| f32::from(i).to_ne_bytes()).collect();
+    launch(&[], &mut [&mut x, &mut [0; 4]], [64, 1, 1], [32, 1, 1]).unwrap();
+    let floats: Vec<f32> = x.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
+    assert_eq!(floats, [0.0, 1.0, 5.0, 3.0]);
+    // Without the cast, it is a constant, as on a Mac.
+    let body = "x[2] = 5; y[0] = 1;";
+    assert!(compile("", body, &[], &[["in_place float", "x"], ["float", "y"]]).is_err());
+}
+
+#[test]
 fn a_text_that_does_not_compile_says_why() {
     let Err(problem) = compile("", "missing();", &[], &[]) else { panic!("it compiles") };
     assert!(problem.contains("missing"), "{problem}");

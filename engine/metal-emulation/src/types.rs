@@ -25,6 +25,8 @@ use clang_sys::{
 };
 use libloading::Library;
 
+use super::IN_PLACE;
+
 const HEADER: &str = include_str!("types.h");
 
 const ARGUMENTS: [&CStr; 6] = [
@@ -131,7 +133,10 @@ fn text(header: &str, body: &str, inputs: &[[&str; 2]], outputs: &[[&str; 2]]) -
         let space = if kind.starts_with("constant ") { "" } else { "device " };
         parameters.push(format!("const {space}{kind}* {name}"));
     }
-    parameters.extend(outputs.iter().map(|[kind, name]| format!("device {kind}* {name}")));
+    parameters.extend(outputs.iter().map(|[kind, name]| match kind.strip_prefix(IN_PLACE) {
+        Some(kind) => format!("const device {kind}* {name}"),
+        None => format!("device {kind}* {name}"),
+    }));
     let named = ATTRIBUTES.iter().filter(|[name, _]| body.contains(name));
     parameters.extend(named.map(|[name, kind]| format!("{kind} {name}")));
     let parameters = parameters.join(", ");

@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::key_values::LayerKv;
@@ -32,10 +33,20 @@ pub struct Full {
     shared: Option<SharedKv>,
     /// The positions after them, [1, 2 H_kv, capacity, D].
     own: KvBuffer,
-    /// An output of the kernel that writes the newest rows in place; they are written when it is evaluated.
-    written_with: Option<Array>,
+    /// Which kernel writes the newest rows in place, if one does.
+    writer: Option<Writer>,
     /// Whether the layer reads few rows with a kernel of ours, in both buffers.
     is_read_in_place: bool,
+}
+
+/// A kernel that writes rows in place, in a buffer that is one of its inputs to MLX.
+#[derive(Debug, Clone)]
+pub struct Writer {
+    /// An output of the kernel. The rows are written when it is evaluated.
+    pub output: Rc<Array>,
+    /// Whether the device runs kernels in the order in which they are submitted. On a Mac, a kernel waits for another one
+    /// only if it reads one of the other's outputs.
+    pub is_ordered: bool,
 }
 
 /// The buffers of a cache, as kernels read and write them.
@@ -47,6 +58,9 @@ pub struct Buffers<'a> {
     pub own: &'a Array,
     /// Number of positions in `own`.
     pub len: i32,
+    /// An array that is evaluated after the newest rows of `own` were written, if a kernel writes them. Kernels that read or
+    /// write `own` come after it.
+    pub after: Option<&'a Rc<Array>>,
 }
 
 impl Buffers<'_> {
@@ -60,8 +74,7 @@ impl Full {
     /// An empty cache for `heads` key-value heads of `head_dim`.
     pub fn new(heads: i32, head_dim: i32) -> Self {
         let own = KvBuffer::default();
-        let (shared, written_with, is_read_in_place) = (None, None, false);
-        Self { heads, head_dim, len: 0, shared, own, written_with, is_read_in_place }
+        Self { heads, head_dim, len: 0, shared: None, own, writer: None, is_read_in_place: false }
     }
 
     /// Number of key-value heads and their dimension.
@@ -107,41 +120,42 @@ impl Full {
 
     /// Appends keys and values `kv` [1, 2 H_kv, T, D].
     pub fn append(&mut self, kv: &Array) -> Result<()> {
-        self.queue_writes()?;
+        self.order_writes()?;
         self.copy_last_block()?;
         let (own, len) = (self.len - self.shared_rows(), self.len + kv.dim(2));
         self.own.append(kv, own, self.step(len))?;
         self.len = len;
-        self.written_with = None;
+        self.writer = None;
         Ok(())
     }
 
-    /// The buffers, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them. The
-    /// array that the newest rows are written with must be evaluated before the kernel.
-    pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<(Buffers<'_>, Option<&Array>)> {
+    /// The buffers, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them.
+    pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<Buffers<'_>> {
         self.copy_last_block()?;
         let own = self.len - self.shared_rows();
         if !self.own.has_own_room(own, rows) {
-            self.queue_writes()?;
+            self.order_writes()?;
             let like = zeros_dtype(&[1, 2 * self.heads, 1, self.head_dim], dtype)?;
             let step = self.step(self.len + rows);
             self.own.reserve(&like, own, rows, step)?;
+            self.writer = None;
         }
-        Ok((self.buffers(), self.written_with.as_ref()))
+        Ok(self.buffers())
     }
 
-    /// Counts `rows` rows that the kernel writes which computes `with`. It also reads all positions where they lie.
-    pub fn wrote(&mut self, rows: i32, with: Array) {
+    /// Counts `rows` rows that a kernel writes in place. Kernels also read all positions where they lie.
+    pub fn wrote(&mut self, rows: i32, writer: Writer) {
         self.len += rows;
-        self.written_with = Some(with);
+        self.writer = Some(writer);
         self.is_read_in_place = true;
     }
 
-    /// Queues what a kernel writes in place before what is made from the buffer next: MLX does not know that the one
-    /// depends on the other, and runs what is queued in order.
-    fn queue_writes(&self) -> Result<()> {
-        match &self.written_with {
-            Some(with) => submit([with]),
+    /// Makes what a kernel writes in place come before the operations that are made from the buffer next: MLX does not know
+    /// that these depend on it. Where the device does not run what is submitted in order, this waits for the kernel.
+    fn order_writes(&self) -> Result<()> {
+        match &self.writer {
+            Some(Writer { output, is_ordered: true }) => submit([&**output]),
+            Some(Writer { output, is_ordered: false }) => Ok(eval([&**output])?),
             None => Ok(()),
         }
     }
@@ -155,14 +169,14 @@ impl Full {
         let whole = whole_blocks(self.len);
         self.own = KvBuffer::fill(&[&rows(&shared.buffer, whole, self.len)?], BLOCK)?;
         self.shared = (whole > 0).then_some(SharedKv { rows: whole, ..shared });
-        self.written_with = None;
+        self.writer = None;
         Ok(())
     }
 
     /// The same cache with all whole blocks of its positions in a shared buffer, and that buffer. Copies the positions
     /// after them, and all positions if some are shared already.
     pub(super) fn sharing(&self) -> Result<(Self, Rc<Array>)> {
-        self.queue_writes()?;
+        self.order_writes()?;
         let (whole, before) = (whole_blocks(self.len), self.shared_rows());
         assert!(before < whole, "there is no new block to share");
         let rest = self.own.view(whole - before, self.len - before)?;
@@ -176,7 +190,7 @@ impl Full {
         };
         let buffer = Rc::new(buffer);
         let shared = Some(SharedKv { buffer: buffer.clone(), rows: whole });
-        Ok((Self { shared, own, written_with: None, ..*self }, buffer))
+        Ok((Self { shared, own, writer: None, ..*self }, buffer))
     }
 
     /// Keys and values of all positions, [1, H_kv, len, D] each.
@@ -186,20 +200,20 @@ impl Full {
 
     /// Keys and values of positions `from..to`.
     fn range(&self, from: i32, to: i32) -> Result<(Array, Array)> {
-        self.queue_writes()?;
+        self.order_writes()?;
         let sides = |kv: &Array, from: i32, to: i32| -> Result<(Array, Array)> {
             let keys = kv.try_index((.., ..self.heads, from..to, ..))?;
             Ok((keys, kv.try_index((.., self.heads.., from..to, ..))?))
         };
         let before = self.shared_rows();
         let Some(shared) = self.shared.as_ref().filter(|_| from < before) else {
-            return sides(self.own.buffer(), from - before, to - before);
+            return sides(self.own.shown(to - before), from - before, to - before);
         };
         let (keys, values) = sides(&shared.buffer, from, to.min(before))?;
         if to <= before {
             return Ok((keys, values));
         }
-        let (own_keys, own_values) = sides(self.own.buffer(), 0, to - before)?;
+        let (own_keys, own_values) = sides(self.own.shown(to - before), 0, to - before)?;
         Ok((concatenate(&[keys, own_keys], 2)?, concatenate(&[values, own_values], 2)?))
     }
 
@@ -209,7 +223,8 @@ impl Full {
     /// If there is no buffer for own rows yet.
     pub fn buffers(&self) -> Buffers<'_> {
         let len = self.len - self.shared_rows();
-        Buffers { shared: self.shared.as_ref(), own: self.own.buffer(), len }
+        let after = self.writer.as_ref().map(|writer| &writer.output);
+        Buffers { shared: self.shared.as_ref(), own: self.own.buffer(), len, after }
     }
 
     /// Drops positions `len..`.

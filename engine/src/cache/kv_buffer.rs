@@ -2,6 +2,7 @@
 //!
 //! MLX writes new rows in place as long as nothing else holds the buffer.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use mlx_rs::Array;
@@ -29,11 +30,13 @@ pub(super) struct KvBuffer {
     buffer: Option<Array>,
     /// Shared by the clones of a buffer, which then no kernel writes in place.
     owner: Rc<()>,
+    /// Rows before this one have been shown to operations of MLX, which may not have read them yet.
+    shown: Cell<i32>,
 }
 
 impl From<Array> for KvBuffer {
     fn from(buffer: Array) -> Self {
-        Self { buffer: Some(buffer), owner: Rc::default() }
+        Self { buffer: Some(buffer), ..Self::default() }
     }
 }
 
@@ -52,17 +55,18 @@ impl KvBuffer {
         Ok(())
     }
 
-    /// Whether a kernel may write `more` rows in place after the first `len`: there is room, and no clone sees them.
+    /// Whether a kernel may write `more` rows in place after the first `len`: there is room, and neither a clone nor an
+    /// operation that has not run sees them.
     pub fn has_own_room(&self, len: i32, more: i32) -> bool {
-        len + more <= self.capacity() && Rc::strong_count(&self.owner) == 1
+        len + more <= self.capacity()
+            && Rc::strong_count(&self.owner) == 1
+            && self.shown.get() <= len
     }
 
-    /// Makes room of its own for `more` rows of `like`'s shape and dtype after the first `len`.
+    /// Copies the first `len` rows to a buffer with room for `more` rows of `like`'s shape and dtype after them.
     pub fn reserve(&mut self, like: &Array, len: i32, more: i32, step: i32) -> Result<()> {
-        let capacity = self.capacity();
-        let more = capacity_for(len + more, step) - capacity;
-        // Growing copies.
-        self.grow(like, 0, capacity, more.max(step))
+        let capacity = self.capacity().max(capacity_for(len + more, step));
+        self.grow(like, 0, len, capacity - len)
     }
 
     /// Keeps rows `from..to` and adds zeroed capacity for `more` rows of `like`'s shape and dtype.
@@ -73,6 +77,7 @@ impl KvBuffer {
             Some(buffer) => concatenate(&[&buffer.try_index((.., .., from..to, ..))?, &room], 2)?,
         });
         self.owner = Rc::default();
+        self.shown.set(0);
         Ok(())
     }
 
@@ -101,6 +106,12 @@ impl KvBuffer {
 
     /// Rows `from..to`.
     pub fn view(&self, from: i32, to: i32) -> Result<Array> {
-        rows(self.buffer(), from, to)
+        rows(self.shown(to), from, to)
+    }
+
+    /// The whole buffer, of which operations will read rows before `to`.
+    pub fn shown(&self, to: i32) -> &Array {
+        self.shown.set(self.shown.get().max(to));
+        self.buffer()
     }
 }

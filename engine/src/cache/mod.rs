@@ -19,7 +19,7 @@ mod sliding;
 
 pub use checkpoint::{Checkpoint, State};
 pub use element::Element;
-pub use full::{Buffers, Full};
+pub use full::{Buffers, Full, Writer};
 pub use key_values::{KeyValues, owned};
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};

@@ -118,6 +118,9 @@ pub fn run_attention(dtype: Dtype) -> Result<Vec<Array>> {
             caches[0].share()?;
         }
     }
+    for cache in &caches {
+        results.extend(cache.arrays()?);
+    }
     Ok(results)
 }
 

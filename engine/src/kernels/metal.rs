@@ -9,6 +9,7 @@
 )]
 
 mod affine;
+mod append;
 mod attention;
 mod emulated;
 mod experts;
@@ -18,7 +19,8 @@ mod kernel;
 mod packed_rows;
 mod rewind;
 
-pub use attention::{attention, has_attention, is_worth, takes};
+pub use append::{append, appends};
+pub use attention::{MOST_ROWS, attention, has_attention, is_worth, takes};
 pub use emulated::is_emulated;
 #[cfg(test)]
 pub use emulated::{emulate, launches, take_fault};

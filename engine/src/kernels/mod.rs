@@ -18,10 +18,12 @@ pub use self::views::{
     Quantization, RotationView, SharedGate,
 };
 
+use std::rc::Rc;
+
 use mlx_rs::ops::sigmoid;
 use mlx_rs::{Array, fast};
 
-use crate::cache::{Buffers, Element, RewindKernels, Span, Writes, WritesOf};
+use crate::cache::{Buffers, Element, RewindKernels, Span, Writer, Writes, WritesOf};
 use crate::error::Result;
 
 impl NormView<'_> {
@@ -128,7 +130,7 @@ pub struct LaunchSpan<'a> {
     pub rows: i32,
     /// Position of the first.
     pub position: i32,
-    /// Buffers before the rows are appended.
+    /// Buffers before the rows are appended. Where a kernel appends them, nothing else may hold the buffer of own rows.
     pub buffers: Buffers<'a>,
 }
 
@@ -174,6 +176,22 @@ pub fn first_spans<'a>(spans: impl Iterator<Item = LaunchSpan<'a>>) -> Vec<Launc
     taken
 }
 
+/// Whether a kernel appends the keys and values of `rows` rows, for a later [`attention`] over them.
+pub fn can_append(rows: i32) -> bool {
+    metal::is_enabled() && KernelKind::Attention.is_on() && rows <= metal::MOST_ROWS
+}
+
+/// Returns true if one launch of [`append`] takes these spans.
+pub fn appends(spans: &[(i32, LaunchSpan<'_>)]) -> bool {
+    metal::appends(spans)
+}
+
+/// Appends rows of `kv` [1, 2 H_kv, R, D] to the buffers of `spans`, each with the first of its rows in `kv`. [`can_append`]
+/// and [`appends`] must be true.
+pub fn append(kv: &Array, spans: &[(i32, LaunchSpan<'_>)]) -> Result<Writer> {
+    metal::append(kv, spans)
+}
+
 /// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span, times the sigmoid of `gates`
 /// [1, R, H_q D]: [1, R, H_q D]. [`has_attention`] must be true, and the spans those that [`first_spans`] returned.
 pub fn attention(
@@ -192,21 +210,12 @@ pub fn attention(
     }
 }
 
-/// A span's rows, and where their keys and values go.
-#[derive(Debug, Clone, Copy)]
-pub struct Destination<'a> {
-    /// The rows and the buffers of the cache; nothing else may hold the buffer of its own rows.
-    pub span: LaunchSpan<'a>,
-    /// What must be evaluated before the kernel reads the buffer: it writes the rows before these.
-    pub after: Option<&'a Array>,
-}
-
 /// Attention of the rows of spans.
 pub struct HeadsRows {
     /// [1, R, H_q D]
     pub mixed: Array,
-    /// Keys and values are written when it is evaluated.
-    pub written_with: Array,
+    /// The kernel that writes keys and values.
+    pub writer: Writer,
 }
 
 /// Returns true if there is a kernel for these heads and the rows of `spans`.
@@ -216,19 +225,20 @@ pub fn has_heads(heads: &HeadsView<'_>, projected: &Outputs<3>, spans: &[Span<'_
             || (KernelKind::Attention.is_on() && cuda::has_heads(heads, spans)))
 }
 
-/// Writes keys and values of all rows to `destinations`, and returns the attention of their queries, times the sigmoid of
+/// Appends keys and values of all rows to the buffers of `spans`, and returns the attention of their queries, times the sigmoid of
 /// their gates. [`has_heads`] must be true.
 pub fn heads(
     heads: &HeadsView<'_>,
     projected: &Outputs<3>,
     scale: f32,
-    destinations: &[Destination<'_>],
+    spans: &[LaunchSpan<'_>],
 ) -> Result<HeadsRows> {
-    match projected {
+    let (mixed, output) = match projected {
         Outputs::Apart(parts) if !cuda::is_enabled() => {
-            let mixed = cpu::heads(heads, parts, scale, destinations)?;
-            Ok(HeadsRows { written_with: mixed.clone(), mixed })
+            let mixed = cpu::heads(heads, parts, scale, spans)?;
+            (mixed.clone(), mixed)
         }
-        _ => cuda::attend_heads(heads, projected, scale, destinations),
-    }
+        _ => cuda::attend_heads(heads, projected, scale, spans)?,
+    };
+    Ok(HeadsRows { mixed, writer: Writer { output: Rc::new(output), is_ordered: true } })
 }

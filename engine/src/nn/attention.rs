@@ -8,7 +8,7 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype};
 
 use super::{rows_of, scaled, sigmoid_gated, softcap};
-use crate::cache::{LayerCache, QuantizedKv, Span};
+use crate::cache::{Full, LayerCache, QuantizedKv, Span, Writer};
 use crate::error::Result;
 use crate::kernels::{self, LaunchSpan};
 
@@ -49,28 +49,96 @@ pub fn append_and_attend(
     layer: usize,
 ) -> Result<Array> {
     let has_kernel = has_kernel(q, kv, scores);
+    let takes = |span: &Span<'_>| {
+        matches!(span.cache.layers[layer], LayerCache::Full(_)) && kernels::can_append(span.rows)
+    };
+    // A span alone is appended to in one operation, which other operations may follow without waiting.
+    let has_several = has_kernel && spans.iter().filter(|span| takes(span)).count() > 1;
+    let mut by_kernel = Vec::new();
     let mut start = 0;
     for span in &mut *spans {
         let end = start + span.rows;
-        let own = match span.rows == kv.dim(2) {
-            true => kv.clone(),
-            false => kv.try_index((.., .., start..end))?,
-        };
-        match &mut span.cache.layers[layer] {
-            LayerCache::Full(full) => {
-                full.append(&own)?;
-                full.set_read_in_place(has_kernel);
-            }
-            LayerCache::Quantized(quantized) => quantized.append(&own)?,
-            LayerCache::Sliding(sliding) => {
-                let sides = own.split_equal(2, 1)?;
-                sliding.append(&sides[0], &sides[1])?;
-            }
-            LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
+        if has_several && takes(span) {
+            by_kernel.push((start, span));
+        } else {
+            let own = match span.rows == kv.dim(2) {
+                true => kv.clone(),
+                false => kv.try_index((.., .., start..end))?,
+            };
+            append(&own, has_kernel, &mut span.cache.layers[layer])?;
         }
         start = end;
     }
+    append_by_kernel(kv, by_kernel, layer)?;
     attend_appended(q, gates, scores, spans, layer)
+}
+
+/// Appends `kv` [1, 2 H_kv, T, D] to the cache of a layer. `has_kernel` tells whether one reads it where it lies.
+fn append(kv: &Array, has_kernel: bool, cache: &mut LayerCache) -> Result<()> {
+    match cache {
+        LayerCache::Full(full) => {
+            full.append(kv)?;
+            full.set_read_in_place(has_kernel);
+            Ok(())
+        }
+        LayerCache::Quantized(quantized) => quantized.append(kv),
+        LayerCache::Sliding(sliding) => {
+            let sides = kv.split_equal(2, 1)?;
+            sliding.append(&sides[0], &sides[1])
+        }
+        LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
+    }
+}
+
+/// Appends rows of `kv` [1, 2 H_kv, R, D] to the caches of spans, each with the first of its rows in `kv`, in as few launches
+/// as take all of them.
+fn append_by_kernel(kv: &Array, mut spans: Vec<(i32, &mut Span<'_>)>, layer: usize) -> Result<()> {
+    let mut left = &mut spans[..];
+    while !left.is_empty() {
+        let mut taken = Vec::new();
+        for (start, span) in &mut *left {
+            taken.push((*start, reserve(span, layer, kv.dtype())?));
+            if !kernels::appends(&taken) {
+                taken.pop();
+                break;
+            }
+        }
+        let (count, writer) = (taken.len(), kernels::append(kv, &taken)?);
+        let (first, others) = left.split_at_mut(count);
+        count_written(first.iter_mut().map(|(_, span)| &mut **span), layer, &writer);
+        left = others;
+    }
+    Ok(())
+}
+
+/// A span with the buffers of its cache, which have room for its rows.
+pub(super) fn reserve<'a>(
+    span: &'a mut Span<'_>,
+    layer: usize,
+    dtype: Dtype,
+) -> Result<LaunchSpan<'a>> {
+    let (rows, position) = (span.rows, span.offset());
+    Ok(LaunchSpan { rows, position, buffers: full(span, layer).reserve(rows, dtype)? })
+}
+
+/// Counts the rows of all spans as written by a kernel.
+pub(super) fn count_written<'a, 'b: 'a>(
+    spans: impl IntoIterator<Item = &'a mut Span<'b>>,
+    layer: usize,
+    writer: &Writer,
+) {
+    for span in spans {
+        let rows = span.rows;
+        full(span, layer).wrote(rows, writer.clone());
+    }
+}
+
+/// The cache of a layer that keeps all positions.
+fn full<'a>(span: &'a mut Span<'_>, layer: usize) -> &'a mut Full {
+    match &mut span.cache.layers[layer] {
+        LayerCache::Full(full) => full,
+        _ => unreachable!("kernels write to caches of all positions only"),
+    }
 }
 
 /// [`append_and_attend`] after the keys and values were appended, by this layer or another one that shares them.

@@ -2,11 +2,12 @@
 
 use mlx_rs::Array;
 
+use super::attention::{count_written, reserve};
 use super::{Joined, Outputs, RmsNorm, Rope, Scores, append_and_attend, attention, sigmoid_gated};
-use crate::cache::{Full, LayerCache, Span};
+use crate::cache::{LayerCache, Span};
 use crate::error::Result;
 use crate::kernels::metal::{self, RotatedHeads};
-use crate::kernels::{self, Destination, HeadsRows, HeadsView, LaunchSpan};
+use crate::kernels::{self, HeadsRows, HeadsView};
 
 /// Heads of a layer, and what happens to them between projection and attention.
 #[derive(Debug, Clone, Copy)]
@@ -116,28 +117,11 @@ impl Heads<'_> {
         let dtype = match projected {
             Outputs::Joined(first) | Outputs::Apart([first, ..]) => first.dtype(),
         };
-        let mut destinations = Vec::with_capacity(spans.len());
-        for span in &mut *spans {
-            let (rows, position) = (span.rows, span.offset());
-            let full = full(span, layer);
-            let (buffers, after) = full.reserve(rows, dtype)?;
-            let span = LaunchSpan { rows, position, buffers };
-            destinations.push(Destination { span, after });
-        }
-        let HeadsRows { mixed, written_with } =
-            kernels::heads(&self.view(), projected, scale, &destinations)?;
-        for span in &mut *spans {
-            let rows = span.rows;
-            full(span, layer).wrote(rows, written_with.clone());
-        }
+        let reserve = |span| reserve(span, layer, dtype);
+        let reserved = spans.iter_mut().map(reserve).collect::<Result<Vec<_>>>()?;
+        let HeadsRows { mixed, writer } =
+            kernels::heads(&self.view(), projected, scale, &reserved)?;
+        count_written(spans, layer, &writer);
         Ok(mixed)
-    }
-}
-
-/// The cache of a layer for which [`Heads::has_kernel`] is true.
-fn full<'a>(span: &'a mut Span<'_>, layer: usize) -> &'a mut Full {
-    match &mut span.cache.layers[layer] {
-        LayerCache::Full(full) => full,
-        _ => unreachable!("checked by `has_kernel`"),
     }
 }

@@ -7,7 +7,7 @@ use steersman_cpu_kernels::{self as kernels, Attention, Norm, Rotation, Sequence
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::kernels::{Destination, HeadsView, LaunchSpan, NormView, Outputs, RotationView};
+use crate::kernels::{HeadsView, LaunchSpan, NormView, Outputs, RotationView};
 
 /// Parameters before those of the spans.
 const FIXED: usize = 9;
@@ -23,13 +23,13 @@ pub fn has_heads(heads: &HeadsView<'_>, projected: &Outputs<3>) -> bool {
         && heads.rotation.is_none_or(|rotation| rotation.has_plain_halves)
 }
 
-/// Writes the keys and values of all rows to `destinations`, and returns the attention of their queries, gated:
+/// Appends the keys and values of all rows to the buffers of `spans`, and returns the attention of their queries, gated:
 /// [1, R, H_q D]. The writes happen when it is evaluated.
 pub fn heads(
     heads: &HeadsView<'_>,
     [q, k, v]: &[Array; 3],
     scale: f32,
-    destinations: &[Destination<'_>],
+    spans: &[LaunchSpan<'_>],
 ) -> Result<Array> {
     let &HeadsView { heads: h, kv_heads, head_dim, gated, q_norm, k_norm, rotation } = heads;
     let frequencies = rotation.map(RotationView::frequencies).transpose()?;
@@ -46,25 +46,24 @@ pub fn heads(
         bits(eps(q_norm)),
         bits(eps(k_norm)),
         bits(rotation.map_or(1.0, |rotation| rotation.scale)),
-        i32::try_from(destinations.len()).expect("a pass has fewer spans than 2^31"),
+        i32::try_from(spans.len()).expect("a pass has fewer spans than 2^31"),
     ];
     debug_assert_eq!(parameters.len(), FIXED);
-    for to in destinations {
-        let LaunchSpan { rows, position, buffers } = to.span;
+    for &LaunchSpan { rows, position, buffers } in spans {
         let shared = buffers.shared.map_or(0, |shared| shared.rows);
         parameters.extend([rows, position, buffers.len, shared]);
     }
     // What is not given is not read.
     let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| norm.weight));
     let mut inputs = vec![q, k, v, q_weight, k_weight, frequencies.unwrap_or(q)];
-    let buffers = || destinations.iter().map(|to| to.span.buffers);
+    let buffers = || spans.iter().map(|span| span.buffers);
     inputs.extend(buffers().map(|buffers| buffers.own));
     inputs.extend(buffers().map(|buffers| buffers.shared.map_or(q, |kv| &*kv.buffer)));
     // Not read: MLX runs them first, which it would not do for the writes of an earlier pass that nothing has evaluated.
-    inputs.extend(destinations.iter().filter_map(|to| to.after));
+    inputs.extend(buffers().filter_map(|buffers| buffers.after.map(|after| &**after)));
     let shape = [1, q.dim(1), h * head_dim];
-    // SAFETY: `heads_of` computes one output of this shape from these inputs. Nothing but the caches that these are the
-    // destinations of holds the buffers, so it may write to them.
+    // SAFETY: `heads_of` computes one output of this shape from these inputs. Nothing but the caches of the
+    // spans holds the buffers, so it may write to them.
     let y = unsafe { run(&inputs, [&shape], Dtype::Float32, heads_of, &parameters) };
     Ok(y?.into_iter().next().expect("one output"))
 }

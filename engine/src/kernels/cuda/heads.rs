@@ -6,7 +6,7 @@ use super::attention::{Gates, attention, takes};
 use super::{Kernel, Launch, is_enabled};
 use crate::cache::Span;
 use crate::error::Result;
-use crate::kernels::{Destination, HeadsRows, HeadsView, LaunchSpan, NormView, Outputs};
+use crate::kernels::{HeadsView, LaunchSpan, NormView, Outputs};
 
 const KERNEL: Kernel = Kernel {
     name: "heads",
@@ -36,21 +36,20 @@ pub fn has_heads(heads: &HeadsView<'_>, spans: &[Span<'_>]) -> bool {
         && [64, 96, 128, 192, 256].contains(&heads.head_dim)
 }
 
-/// [`crate::kernels::heads`]
+/// [`crate::kernels::heads`], and the output of the kernel that appends keys and values.
 pub fn attend_heads(
     of: &HeadsView<'_>,
     projected: &Outputs<3>,
     scale: f32,
-    destinations: &[Destination<'_>],
-) -> Result<HeadsRows> {
+    spans: &[LaunchSpan<'_>],
+) -> Result<(Array, Array)> {
     let first = match projected {
         Outputs::Joined(all) => all,
         Outputs::Apart([q, ..]) => q,
     };
-    let spans: Vec<LaunchSpan<'_>> = destinations.iter().map(|to| to.span).collect();
-    let q = heads(of, projected, &spans)?;
-    let mixed = attention(&q, scale, &spans, of.gated.then_some(Gates(first)))?;
-    Ok(HeadsRows { mixed, written_with: q })
+    let q = heads(of, projected, spans)?;
+    let mixed = attention(&q, scale, spans, of.gated.then_some(Gates(first)))?;
+    Ok((mixed, q))
 }
 
 /// Writes the keys and values of all rows to the buffers of `spans` and returns the queries [1, R, H_q, D]. The writes

@@ -96,7 +96,7 @@ impl<'a> Launch<'a> {
         let (mut inputs, mut numbers) = (self.inputs.to_vec(), self.numbers.to_vec());
         let mut first = 0;
         for i in 0..self.variant_spans() {
-            let &LaunchSpan { mut rows, position, buffers: Buffers { shared, own, len } } =
+            let &LaunchSpan { mut rows, position, buffers: Buffers { shared, own, len, .. } } =
                 self.spans.get(i).unwrap_or(&self.spans[0]);
             if i >= self.spans.len() {
                 rows = 0;

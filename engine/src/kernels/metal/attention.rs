@@ -12,7 +12,8 @@ use std::rc::Rc;
 
 use mlx_rs::{Array, Dtype};
 
-use super::kernel::{BUFFERS, choice};
+use super::append::earlier;
+use super::kernel::{BUFFERS, NAMES, choice};
 use super::{Kernel, LANES, Launch, is_enabled};
 use crate::cache::SharedKv;
 use crate::error::Result;
@@ -24,7 +25,7 @@ const KERNELS: [Kernel; 2] = [
 ];
 
 /// Most rows of a span: those of a draft.
-const MOST_ROWS: i32 = 8;
+pub const MOST_ROWS: i32 = 8;
 
 /// Largest sum over the spans of a launch of rows times keys. Each row has a partial result for
 /// each [`SPLIT`] keys: with 16 heads of 256, they take at most 135 MB. A span alone may have more.
@@ -40,18 +41,12 @@ const QUERIES: i32 = 4;
 /// Parts that are joined at a time.
 const TIME: i32 = 64;
 
-/// Most buffers of keys: those of the kernel without queries, numbers, and the two outputs.
+/// Most buffers of keys and outputs that are waited for: those of the kernel without queries, numbers, and the two outputs.
 const MOST_BUFFERS: usize = BUFFERS - 4;
 
 /// Buffers in a variant of the kernel. Other numbers of buffers are rounded up, so that few
 /// variants are compiled.
-const VARIANTS: [usize; 3] = [2, 8, MOST_BUFFERS];
-
-const KEYS: [&str; MOST_BUFFERS] = [
-    "kv0", "kv1", "kv2", "kv3", "kv4", "kv5", "kv6", "kv7", "kv8", "kv9", "kv10", "kv11", "kv12",
-    "kv13", "kv14", "kv15", "kv16", "kv17", "kv18", "kv19", "kv20", "kv21", "kv22", "kv23", "kv24",
-    "kv25", "kv26",
-];
+const VARIANTS: [usize; 3] = [3, 9, MOST_BUFFERS];
 
 /// Whether there is a kernel for queries [1, R, H_q, D] and this number of key heads.
 pub fn has_attention(q: &Array, kv_heads: i32) -> bool {
@@ -68,12 +63,15 @@ pub fn takes(spans: &[LaunchSpan<'_>]) -> bool {
     let products = spans.iter().map(|span| i64::from(span.rows) * i64::from(span.keys()));
     spans.iter().all(|span| span.rows <= MOST_ROWS)
         && (spans.len() == 1 || products.sum::<i64>() <= ROWS_TIMES_KEYS)
-        && spans.len() + shared_buffers(spans).len() <= MOST_BUFFERS
+        && spans.len() + shared_buffers(spans).len() + earlier(spans).len() <= MOST_BUFFERS
 }
 
-/// Whether the kernel does better than MLX's operation for each of these spans.
+/// Whether the kernel does better than MLX's operation for each of these spans, which copies shared rows, and waits for rows
+/// that a kernel appends.
 pub fn is_worth(spans: &[LaunchSpan<'_>]) -> bool {
-    spans.len() > 1 || spans.iter().any(|span| span.buffers.shared.is_some())
+    let is_slow =
+        |span: &LaunchSpan<'_>| span.buffers.shared.is_some() || span.buffers.after.is_some();
+    spans.len() > 1 || spans.iter().any(is_slow)
 }
 
 /// The buffers of shared rows, each once.
@@ -117,7 +115,7 @@ pub(super) fn attention_by(
     let mut inputs: Vec<(&str, &Array)> = vec![("q", q), ("numbers", &numbers)];
     // Names without a buffer are not read.
     let buffers = table.buffers.iter().copied().chain(std::iter::repeat(q));
-    inputs.extend(KEYS.into_iter().zip(buffers).take(variant));
+    inputs.extend(NAMES.into_iter().zip(buffers).take(variant));
     let shape = [table.results, heads, dim];
     let queries = spans.iter().map(|span| span.rows).max().unwrap_or_default() * (heads / kv_heads);
     let shared_constants = [("HQ", heads), ("D", dim), ("SPLIT", SPLIT)];
@@ -126,8 +124,9 @@ pub(super) fn attention_by(
         [("TIME", TIME), ("GATED", i32::from(gates.is_some()))],
     ];
     let parts = of_parts.run(&Launch {
-        header: format!("#define BUFFER(i) {}\n", choice(&KEYS[..variant])),
+        header: format!("#define BUFFER(i) {}\n", choice(&NAMES[..variant])),
         inputs: &inputs,
+        in_place: &[],
         outputs: &[
             ("parts", &shape, Dtype::Float32),
             ("sums", &[table.results, heads, 2], Dtype::Float32),
@@ -146,6 +145,7 @@ pub(super) fn attention_by(
     let outputs = join.run(&Launch {
         header,
         inputs: &inputs,
+        in_place: &[],
         outputs: &[("out", &[1, rows, heads * dim], dtype)],
         constants: &[&shared_constants[..], &of_join].concat(),
         dtype,
@@ -159,7 +159,8 @@ pub(super) fn attention_by(
 struct Table<'a> {
     /// The number of spans, and the numbers of each that attention.metal names.
     numbers: Vec<i32>,
-    /// The buffers of keys: those of own rows in the order of spans, then those of shared rows.
+    /// The buffers of keys, those of own rows in the order of spans and then those of shared rows; then outputs of kernels
+    /// that come before this one.
     buffers: Vec<&'a Array>,
     /// Parts of all spans.
     parts: i32,
@@ -192,7 +193,8 @@ impl<'a> Table<'a> {
             results += own_parts * span.rows;
         }
         let own = spans.iter().map(|span| span.buffers.own);
-        let buffers = own.chain(shared.iter().map(|kv| &*kv.buffer)).collect();
+        let earlier = earlier(spans).into_iter().map(|output| &**output);
+        let buffers = own.chain(shared.iter().map(|kv| &*kv.buffer)).chain(earlier).collect();
         Self { numbers, buffers, parts, results }
     }
 }

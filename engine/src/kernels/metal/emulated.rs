@@ -10,7 +10,7 @@ use mlx_sys::{CpuOperation, View, mlx_array, mlx_dtype};
 use super::failed;
 use crate::error::{Error, Result};
 
-/// Runs a kernel: reads the inputs, fills the outputs, with a grid of threads along x, y and z, and threadgroups of some of
+/// Runs a kernel: reads the inputs, writes to the buffers that it writes in place, fills the outputs, with a grid of threads along x, y and z, and threadgroups of some of
 /// them. Fails with a sentence that names the fault.
 pub type EmulatedLaunch = Box<
     dyn Fn(&[&[u8]], &mut [&mut [u8]], [u32; 3], [u32; 3]) -> std::result::Result<(), String>
@@ -66,7 +66,8 @@ pub fn launches(name: &str) -> usize {
     LAUNCHES.with_borrow(|launches| launches.get(name).copied().unwrap_or_default())
 }
 
-/// The number of a new kernel. An input's type has `constant` before it if it is in that address space.
+/// The number of a new kernel. An input's type has `constant` before it if it is in that address space. Inputs that are written
+/// in place are before the outputs, with `in_place` before the type.
 pub fn compile(
     name: &'static str,
     header: &str,
@@ -82,7 +83,8 @@ pub fn compile(
     Ok(i32::try_from(kernels.len() - 1).expect("a test has fewer kernels than 2^31"))
 }
 
-/// Arrays of these shapes and types that the kernel of this number computes from `inputs`.
+/// Arrays of these shapes and types that the kernel of this number computes from `inputs`, of which those that it writes in
+/// place are the last.
 pub fn run(
     number: i32,
     inputs: &[&Array],
@@ -144,7 +146,8 @@ fn width(dtype: Dtype) -> usize {
 /// # Safety
 /// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`run`].
 unsafe extern "C" fn run_kernel(views: *const View, count: usize, parameters: *const i32) {
-    // SAFETY: promised by the caller. The outputs are new arrays that nothing else refers to.
+    // SAFETY: promised by the caller. The outputs are new arrays that nothing else refers to, and nothing else reads or writes
+    // the inputs that are written in place: the stream runs one operation after the other.
     unsafe {
         let parameters = std::slice::from_raw_parts(parameters, 5);
         let [number, x, y, z, threads] =
@@ -159,6 +162,7 @@ unsafe extern "C" fn run_kernel(views: *const View, count: usize, parameters: *c
         let mut outputs: Vec<&mut [u8]> = outputs
             .iter()
             .map(|view| {
+                debug_assert!(is_contiguous(view), "an output, or written in place");
                 let length = sizes(view).iter().product::<usize>() * view_width(view);
                 std::slice::from_raw_parts_mut(view.data.cast(), length)
             })
@@ -198,6 +202,20 @@ fn view_width(view: &View) -> usize {
     width(dtype.expect("kernels have parameters of these types"))
 }
 
+/// Whether the elements lie in row-major order.
+///
+/// # Safety
+/// The view is valid.
+unsafe fn is_contiguous(view: &View) -> bool {
+    let mut stride = 1;
+    // SAFETY: a valid view has a stride for each of its sizes.
+    unsafe { sizes(view) }.iter().enumerate().rev().all(|(i, size)| {
+        let fits = *size == 1 || unsafe { *view.strides.add(i) } == stride;
+        stride *= *size as i64;
+        fits
+    })
+}
+
 /// The elements in row-major order, as MLX copies them before a kernel of a Mac.
 ///
 /// # Safety
@@ -209,13 +227,7 @@ unsafe fn bytes_of(view: &View) -> Vec<u8> {
         let sizes = sizes(view);
         let data = view.data.cast::<u8>().cast_const();
         let length = sizes.iter().product::<usize>() * width;
-        let mut contiguous = 1;
-        let is_contiguous = sizes.iter().enumerate().rev().all(|(i, size)| {
-            let fits = *size == 1 || *view.strides.add(i) == contiguous;
-            contiguous *= *size as i64;
-            fits
-        });
-        if is_contiguous && length > 0 {
+        if is_contiguous(view) && length > 0 {
             return std::slice::from_raw_parts(data, length).to_vec();
         }
         let mut offsets = vec![0i64];

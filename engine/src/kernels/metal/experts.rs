@@ -142,6 +142,7 @@ impl<'a> Experts<'a> {
             .run(&Launch {
                 header,
                 inputs: &inputs,
+                in_place: &[],
                 outputs: &outputs,
                 constants: &[
                     ("E", self.gate.words.dim(0)),
@@ -169,6 +170,7 @@ impl<'a> Experts<'a> {
         let mid = kernel.run(&Launch {
             header: affine::HEADER.into(),
             inputs: &inputs,
+            in_place: &[],
             outputs: &[("mid", &[pairs, f], self.dtype)],
             constants: &[
                 ("D", self.gate.inputs()),
@@ -211,6 +213,7 @@ impl<'a> Experts<'a> {
         let y = kernel.run(&Launch {
             header: format!("{}#define SHARED_EXPERT(i) {product}\n", affine::HEADER),
             inputs: &inputs,
+            in_place: &[],
             outputs: &[("out", residual.shape(), self.dtype)],
             constants: &[
                 ("D", d),

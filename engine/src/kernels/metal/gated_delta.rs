@@ -121,6 +121,7 @@ pub fn gated_delta(
     let outputs = KERNEL.run(&Launch {
         header,
         inputs: &inputs,
+        in_place: &[],
         outputs: &outputs[..outputs_count],
         constants: &[
             ("HK", key_heads),

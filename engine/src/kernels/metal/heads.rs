@@ -1,7 +1,6 @@
 //! Queries, keys and values from their projections: norms and rotation, in one kernel.
 //!
-//! The kernel does not write to the caches: MLX orders the kernels of a Mac by the buffers that they declare as outputs, and
-//! the buffer of a cache is an input.
+//! The kernel does not write to the caches: one span is appended to by MLX's operation, and several by `append.rs`.
 
 use mlx_rs::{Array, Dtype};
 
@@ -89,6 +88,7 @@ pub fn rotated_heads(
     let results = KERNEL.run(&Launch {
         header,
         inputs: &inputs,
+        in_place: &[],
         outputs: &outputs,
         constants: &[
             ("HQ", h),

@@ -37,6 +37,10 @@ pub struct Launch<'a> {
     /// Names and arrays. Those that are not contiguous in row-major order are copied. With the outputs, at most
     /// [`BUFFERS`].
     pub inputs: &'a [(&'a str, &'a Array)],
+    /// Inputs before the others, which the kernel writes: contiguous buffers. The text casts them, as MLX declares them as
+    /// constants. MLX does not know of the writes: a later kernel that reads or writes the buffers must have one of the
+    /// outputs among its inputs.
+    pub in_place: &'a [(&'a str, &'a Array)],
     /// Name, shape and type of each output.
     pub outputs: &'a [(&'a str, &'a [i32], Dtype)],
     /// Integers known when the kernel is compiled. Each set of them is another variant.
@@ -52,6 +56,13 @@ pub struct Launch<'a> {
 /// Most inputs and outputs of a kernel (Metal's feature set tables, "Maximum number of entries in the buffer argument
 /// table").
 pub const BUFFERS: usize = 31;
+
+/// Names of buffers in kernels that have any number of them.
+pub const NAMES: [&str; 28] = [
+    "kv0", "kv1", "kv2", "kv3", "kv4", "kv5", "kv6", "kv7", "kv8", "kv9", "kv10", "kv11", "kv12",
+    "kv13", "kv14", "kv15", "kv16", "kv17", "kv18", "kv19", "kv20", "kv21", "kv22", "kv23", "kv24",
+    "kv25", "kv26", "kv27",
+];
 
 /// What distinguishes a variant.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -104,15 +115,27 @@ fn generation_of(architecture: &str) -> Option<u32> {
     number.trim_end_matches(|c: char| !c.is_ascii_digit()).parse().ok()
 }
 
+impl<'a> Launch<'a> {
+    /// The inputs in the order of the kernel's parameters.
+    fn all_inputs(&self) -> impl Iterator<Item = (&'a str, &'a Array)> {
+        self.in_place.iter().chain(self.inputs).copied()
+    }
+}
+
 impl Kernel {
     /// The outputs of a launch.
     pub fn run(&self, launch: &Launch<'_>) -> Result<Vec<Array>> {
-        debug_assert!(launch.inputs.len() + launch.outputs.len() <= BUFFERS, "{}", self.name);
+        debug_assert!(
+            launch.all_inputs().count() + launch.outputs.len() <= BUFFERS,
+            "{}",
+            self.name
+        );
         let variant = self.variant(launch)?;
         match &*variant {
             Variant::Device(handle) => handle.apply(launch),
             Variant::Emulated(number) => {
-                let inputs: Vec<&Array> = launch.inputs.iter().map(|(_, array)| *array).collect();
+                let inputs = launch.inputs.iter().chain(launch.in_place);
+                let inputs: Vec<&Array> = inputs.map(|(_, array)| *array).collect();
                 let outputs: Vec<(&[i32], Dtype)> =
                     launch.outputs.iter().map(|&(_, shape, dtype)| (shape, dtype)).collect();
                 emulated::run(*number, &inputs, &outputs, launch.groups, launch.threads)
@@ -137,11 +160,13 @@ impl Kernel {
     }
 
     fn key(&self, launch: &Launch<'_>) -> Key {
-        let mut numbers = vec![launch.dtype as i32, i32::from(emulated::is_emulated())];
+        // The emulation declares buffers that are written as such.
+        let emulated = emulated::is_emulated().then_some(launch.in_place.len() as i32);
+        let mut numbers = vec![launch.dtype as i32, emulated.unwrap_or(-1)];
         numbers.extend(launch.constants.iter().map(|&(_, value)| value));
         let input =
-            |(_, array): &(&str, &Array)| [array.dtype() as i32, i32::from(is_constant(array))];
-        numbers.extend(launch.inputs.iter().flat_map(input));
+            |(_, array): (&str, &Array)| [array.dtype() as i32, i32::from(is_constant(array))];
+        numbers.extend(launch.all_inputs().flat_map(input));
         numbers.extend(launch.outputs.iter().map(|&(_, _, dtype)| dtype as i32));
         Key { kernel: self.name, header: launch.header.clone(), numbers }
     }
@@ -161,7 +186,7 @@ impl Kernel {
         // MLX compiles a kernel again whenever another text has its name.
         let hash = Sha256::digest(format!("{header}{body}{:?}", key.numbers));
         let name = format!("steersman_{}_{}", self.name, hex::encode(&hash[..8]));
-        let inputs: Vec<&str> = launch.inputs.iter().map(|(name, _)| *name).collect();
+        let inputs: Vec<&str> = launch.all_inputs().map(|(name, _)| name).collect();
         let outputs: Vec<&str> = launch.outputs.iter().map(|(name, ..)| *name).collect();
         Handle::new(&name, [&inputs, &outputs], &body, &header)
     }
@@ -177,8 +202,11 @@ impl Kernel {
         let kinds: Vec<String> = kinds.collect();
         let inputs: Vec<[&str; 2]> =
             kinds.iter().zip(launch.inputs).map(|(kind, &(name, _))| [&**kind, name]).collect();
+        let written = |array: &Array| format!("in_place {}", emulated_type(array.dtype()));
+        let kinds: Vec<String> = launch.in_place.iter().map(|(_, array)| written(array)).collect();
+        let in_place = kinds.iter().zip(launch.in_place).map(|(kind, &(name, _))| [&**kind, name]);
         let outputs = launch.outputs.iter().map(|&(name, _, dtype)| [emulated_type(dtype), name]);
-        let outputs: Vec<[&str; 2]> = outputs.collect();
+        let outputs: Vec<[&str; 2]> = in_place.chain(outputs).collect();
         emulated::compile(self.name, &full(&launch.header), &body, &inputs, &outputs)
     }
 }
@@ -252,8 +280,7 @@ impl Handle {
 
     fn apply(&self, launch: &Launch<'_>) -> Result<Vec<Array>> {
         let stream = Stream::thread_local_or_default();
-        let inputs: Vec<mlx_array> =
-            launch.inputs.iter().map(|(_, array)| array.as_ptr()).collect();
+        let inputs: Vec<mlx_array> = launch.all_inputs().map(|(_, array)| array.as_ptr()).collect();
         let [x, y, z] = launch.groups;
         // SAFETY: the handles are those of living arrays, and MLX copies what it keeps. What is made here is freed once. The
         // text stays within the arrays of such shapes, and writes every element of the outputs.

@@ -55,6 +55,7 @@ pub fn product(kernel: &Kernel, weight: &Affine<'_>, x: &Array) -> Result<Array>
     let y = kernel.run(&Launch {
         header: affine::HEADER.into(),
         inputs: &arrays,
+        in_place: &[],
         outputs: &[("y", &shape, dtype)],
         constants: &[
             ("N", outputs),

@@ -51,6 +51,7 @@ pub fn rewind(
                 ("x", x.batch()),
                 ("numbers", &Array::from_slice(&numbers, &[7])),
             ],
+            in_place: &[],
             outputs: &[("next_state", &shape, Dtype::Float32), ("next_tail", &tail_shape, dtype)],
             constants: &[
                 ("HEADS", heads),

@@ -2,6 +2,7 @@
 //!
 //! On a machine with an NVIDIA GPU, `engine/metal-emulation/cuda/run.sh` runs the same texts there, a simdgroup as a warp.
 
+mod append;
 mod attention;
 mod experts;
 mod products;
@@ -178,6 +179,7 @@ fn launch(kernel: Kernel, rows: i32, [key_heads, heads]: [i32; 2], dim: i32) -> 
                 ("state0", &state),
                 ("tail0", &tail),
             ],
+            in_place: &[],
             outputs: &[
                 ("out", &[1, rows, heads * dim], Dtype::Float32),
                 ("next_state", state.shape(), Dtype::Float32),

@@ -104,7 +104,8 @@ impl Rows {
     }
 
     fn span(&self) -> LaunchSpan<'_> {
-        let buffers = Buffers { shared: self.shared.as_ref(), own: &self.own, len: self.len };
+        let buffers =
+            Buffers { shared: self.shared.as_ref(), own: &self.own, len: self.len, after: None };
         LaunchSpan::appended(self.q.dim(1), buffers)
     }
 }
