@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mlx_rs::memory::{peak_memory, reset_peak_memory};
 use mlx_rs::ops::indexing::TryIndexOp;
@@ -32,6 +32,9 @@ const STEPS: usize = 16;
 /// Steps before these, in which caches grow and get buffers of their own.
 const FIRST_STEPS: usize = 3;
 
+/// Sums whose mean is one measurement: about those of a step of a large model.
+const SUMS: usize = 128;
+
 /// Tokens before the rows of a draft, and before steps of several sequences.
 const CONTEXT: usize = 64;
 
@@ -49,6 +52,8 @@ pub struct Plan {
     pub rows: Vec<usize>,
     /// Numbers of sequences that step together.
     pub streams: Vec<usize>,
+    /// Rows of hidden states that ranks sum. Measured if there are several ranks.
+    pub sums: Vec<usize>,
     /// Measurements of each.
     pub rounds: usize,
 }
@@ -65,6 +70,8 @@ pub enum Case {
     Verify(usize),
     /// A step of this many sequences, each after 64 tokens.
     Streams(usize),
+    /// A sum over all ranks of the hidden states of this many rows.
+    Sum(usize),
 }
 
 /// Seconds of one pass. Where the CPU computes, most of a pass runs while its graph is made.
@@ -104,6 +111,7 @@ impl Plan {
             of(&self.contexts, Case::Decode),
             of(&self.rows, Case::Verify),
             of(&self.streams, Case::Streams),
+            of(&self.sums, Case::Sum),
         ]
         .concat()
     }
@@ -113,7 +121,7 @@ impl Case {
     /// Tokens before what is measured.
     fn context(self) -> usize {
         match self {
-            Self::Prefill(_) => 0,
+            Self::Prefill(_) | Self::Sum(_) => 0,
             Self::Decode(context) => context,
             Self::Verify(_) | Self::Streams(_) => CONTEXT,
         }
@@ -151,6 +159,7 @@ pub fn measure_passes(
                 Case::Verify(rows) => measure_verification(decoder, before.clone(), rows)?,
                 Case::Decode(_) => measure_steps(decoder, &mut [before.clone()])?,
                 Case::Streams(count) => measure_steps(decoder, &mut vec![before.clone(); count])?,
+                Case::Sum(rows) => measure_sums(decoder, rows)?,
             };
             own.operations = operations;
             if round > 0 {
@@ -262,6 +271,26 @@ fn measure_steps(decoder: &mut Decoder, caches: &mut [Cache]) -> Result<(Times, 
     }
     eval([&last])?;
     Ok((sum.mean(), operations))
+}
+
+/// One of a chain of sums, as the layers of a pass have them.
+fn measure_sums(decoder: &Decoder, rows: usize) -> Result<(Times, usize)> {
+    let ids = token_ids(&probe_tokens(rows));
+    let mut cache = decoder.empty_cache();
+    let like =
+        decoder.network().forward(&ids, &mut [Span { rows: ids.dim(0), cache: &mut cache }])?;
+    eval([&like])?;
+    let start = Instant::now();
+    let Some(last) = decoder.network().model().sums(&like, SUMS)? else {
+        return Ok((Times::default(), 0));
+    };
+    let built = start.elapsed();
+    eval([&last])?;
+    let total = start.elapsed();
+    let each = |time: Duration| time.as_secs_f64() / SUMS as f64;
+    let times =
+        Times { total: each(total), build: each(built), encode: 0.0, wait: each(total - built) };
+    Ok((times, 0))
 }
 
 /// The likeliest token after each row of hidden states [1, R, D]: u32 [R].

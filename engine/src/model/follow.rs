@@ -129,6 +129,9 @@ impl Follower<'_> {
                 let logits = self.part.logits(&self.hidden_of_first(rows, width)?)?;
                 submit([&logits])?;
             }
+            Operation::Sums { rows, width, times } => {
+                submit([&self.ranks.sums(&[1, rows, width], self.dtype, times)?])?;
+            }
         }
         Ok(())
     }

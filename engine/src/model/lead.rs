@@ -106,6 +106,13 @@ impl Model for Lead {
         Ok(logits)
     }
 
+    fn sums(&self, like: &Array, times: usize) -> Result<Option<Array>> {
+        self.log.check()?;
+        let [rows, width] = [like.dim(1), like.dim(2)];
+        self.log.note(Operation::Sums { rows, width, times });
+        Ok(Some(self.ranks.sums(like.shape(), like.dtype(), times)?))
+    }
+
     fn mtp(&self) -> Option<&dyn Mtp> {
         self.part.mtp().map(|_| self as &dyn Mtp)
     }

@@ -114,6 +114,11 @@ pub trait Model {
     /// Logits of hidden states after the final norm: [1, R, D] to [1, R, V].
     fn logits(&self, hidden: &Array) -> Result<Array>;
 
+    /// `times` sums over all ranks of arrays like `like` [1, R, D], one after the other. `None` if one rank computes alone.
+    fn sums(&self, _like: &Array, _times: usize) -> Result<Option<Array>> {
+        Ok(None)
+    }
+
     /// The multi-token-prediction layer, if the checkpoint has one.
     fn mtp(&self) -> Option<&dyn Mtp> {
         None

@@ -14,7 +14,8 @@ mod meeting;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use mlx_rs::Array;
+use mlx_rs::ops::zeros_dtype;
+use mlx_rs::{Array, Dtype};
 
 pub use self::group::{Backend, join};
 pub use self::log::{Entry, Id, Layers, Log, Mirror, Operation, Rows};
@@ -87,6 +88,11 @@ impl Ranks {
             Some(exchange) => exchange.sum(&x),
             None => Ok(x),
         }
+    }
+
+    /// `times` sums over all ranks of an array of zeros of this shape and dtype, one after the other.
+    pub fn sums(&self, shape: &[i32], dtype: Dtype, times: usize) -> Result<Array> {
+        (0..times).try_fold(zeros_dtype(shape, dtype)?, |x, _| self.sum(x))
     }
 
     /// What the first rank has as `x`. The others give zeros of the same shape and dtype.

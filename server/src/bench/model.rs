@@ -55,6 +55,9 @@ pub struct Options {
     json: Option<PathBuf>,
 }
 
+/// Rows of hidden states whose sums over ranks are measured: of a step, of several sequences, and of a prompt.
+const SUMS: [usize; 3] = [1, 32, 512];
+
 /// What the JSON file has.
 #[derive(Serialize)]
 struct Report<'a> {
@@ -95,6 +98,7 @@ pub fn run(
         contexts: contexts.clone(),
         rows: rows.clone(),
         streams: streams.clone(),
+        sums: if *ranks > 1 { SUMS.into() } else { Vec::new() },
         rounds: *rounds as usize,
     };
     let bandwidth = passes::measure_bandwidth(&decoder)?;
@@ -120,7 +124,10 @@ pub fn run(
 fn tokens(case: Case) -> usize {
     match case {
         Case::Decode(_) => 1,
-        Case::Prefill(tokens) | Case::Verify(tokens) | Case::Streams(tokens) => tokens,
+        Case::Prefill(tokens)
+        | Case::Verify(tokens)
+        | Case::Streams(tokens)
+        | Case::Sum(tokens) => tokens,
     }
 }
 
@@ -150,6 +157,8 @@ fn print(
             Case::Verify(rows) => format!("verify {rows} rows"),
             Case::Streams(1) => "1 stream".into(),
             Case::Streams(count) => format!("{count} streams"),
+            Case::Sum(1) => "sum of 1 row".into(),
+            Case::Sum(rows) => format!("sum of {rows} rows"),
         };
         let part = |of: fn(&Times) -> f64| {
             let values: Vec<f64> = own.times.iter().map(|times| 1e3 * of(times)).collect();
@@ -160,7 +169,7 @@ fn print(
         let read = token_bytes as f64 / spread.median * 1e3;
         let share = bandwidth.map_or(String::new(), |all| format!(" {:.0} %", 100.0 * read / all));
         let reads = match case {
-            Case::Prefill(_) => String::new(),
+            Case::Prefill(_) | Case::Sum(_) => String::new(),
             _ => format!("{:.0} GB/s{share}", read / 1e9),
         };
         let operations = match own.operations {

@@ -1,8 +1,8 @@
 //! `steersman bench shape`: checkpoints with the dimensions of published models and random weights, to measure speed
 //! where no weights are.
 //!
-//! Matrices have 4 bits in groups of 64, and names as mlx-lm writes them. Their values keep the size of a row, so that no
-//! number overflows. Tokenizer and template are those of the bundled model, whose tokens are the first of the larger
+//! Matrices have 4 bits in groups of 64, or are bf16, and have names as mlx-lm writes them. Their values keep the size of a
+//! row, so that no number overflows. Tokenizer and template are those of the bundled model, whose tokens are the first of the larger
 //! vocabulary. What such a model writes has no meaning.
 
 use std::fs::{self, File};
@@ -42,6 +42,8 @@ struct Shape {
     head_dim: usize,
     /// Whether the embedding is the head, too.
     tied: bool,
+    /// Whether matrices have 4 bits; bf16 otherwise.
+    is_packed: bool,
     linear: Option<Linear>,
     experts: Option<Experts>,
 }
@@ -68,8 +70,26 @@ struct Experts {
 const QWEN3_5: Linear =
     Linear { interval: 4, key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 };
 
+const QWEN3_5_27B: Shape = Shape {
+    name: "qwen3.5-27b",
+    model_type: "qwen3_5",
+    vocab_size: 248_320,
+    hidden_size: 5120,
+    intermediate_size: 17_408,
+    layers: 64,
+    heads: 24,
+    kv_heads: 4,
+    head_dim: 256,
+    tied: false,
+    is_packed: true,
+    linear: Some(Linear { value_heads: 48, ..QWEN3_5 }),
+    experts: None,
+};
+
 /// Shapes that can be written.
-const SHAPES: [Shape; 5] = [
+const SHAPES: [Shape; 7] = [
+    QWEN3_5_27B,
+    Shape { name: "qwen3.5-27b-bf16", is_packed: false, ..QWEN3_5_27B },
     Shape {
         name: "qwen3.5-9b",
         model_type: "qwen3_5",
@@ -81,6 +101,7 @@ const SHAPES: [Shape; 5] = [
         kv_heads: 4,
         head_dim: 256,
         tied: false,
+        is_packed: true,
         linear: Some(QWEN3_5),
         experts: None,
     },
@@ -95,6 +116,7 @@ const SHAPES: [Shape; 5] = [
         kv_heads: 2,
         head_dim: 256,
         tied: false,
+        is_packed: true,
         linear: Some(QWEN3_5),
         experts: Some(Experts { count: 256, chosen: 8, intermediate_size: 512 }),
     },
@@ -109,6 +131,7 @@ const SHAPES: [Shape; 5] = [
         kv_heads: 8,
         head_dim: 128,
         tied: true,
+        is_packed: true,
         linear: None,
         experts: None,
     },
@@ -123,6 +146,7 @@ const SHAPES: [Shape; 5] = [
         kv_heads: 8,
         head_dim: 128,
         tied: false,
+        is_packed: true,
         linear: None,
         experts: None,
     },
@@ -137,6 +161,7 @@ const SHAPES: [Shape; 5] = [
         kv_heads: 4,
         head_dim: 256,
         tied: true,
+        is_packed: true,
         linear: None,
         experts: None,
     },
@@ -152,6 +177,8 @@ pub fn names() -> Vec<&'static str> {
 enum Content {
     /// Random words of packed numbers.
     Words,
+    /// Random numbers of the size of this one in bf16, of both signs.
+    Random(f32),
     /// One bf16.
     Bf16(f32),
     /// Zeros in f32.
@@ -167,27 +194,34 @@ struct Tensor {
 
 impl Tensor {
     fn bytes(&self) -> usize {
-        let size = if matches!(self.content, Content::Bf16(_)) { 2 } else { 4 };
+        let size =
+            if matches!(self.content, Content::Bf16(_) | Content::Random(_)) { 2 } else { 4 };
         size * self.shape.iter().product::<usize>()
     }
 }
 
 /// The tensors of a checkpoint.
-#[derive(Default)]
-struct Tensors(Vec<Tensor>);
+struct Tensors {
+    all: Vec<Tensor>,
+    is_packed: bool,
+}
 
 impl Tensors {
     fn push(&mut self, name: String, shape: &[usize], content: Content) {
-        self.0.push(Tensor { name, shape: shape.into(), content });
+        self.all.push(Tensor { name, shape: shape.into(), content });
     }
 
     fn norm(&mut self, name: String, width: usize) {
         self.push(format!("{name}.weight"), &[width], Content::Bf16(1.0));
     }
 
-    /// A packed matrix [out, in], or a stack of them. Numbers 0 to 15 are centred around 0.
+    /// A matrix [out, in], or a stack of them. Packed numbers 0 to 15 are centred around 0.
     fn matrix(&mut self, name: &str, stack: &[usize], [out, columns]: [usize; 2]) {
         let shape = |columns: usize| [stack, &[out, columns]].concat();
+        if !self.is_packed {
+            let size = 1.0 / (columns as f32).sqrt();
+            return self.push(format!("{name}.weight"), &shape(columns), Content::Random(size));
+        }
         let scale = 1.0 / (4.6 * (columns as f32).sqrt());
         self.push(format!("{name}.weight"), &shape(columns / 8), Content::Words);
         self.push(format!("{name}.scales"), &shape(columns / GROUP), Content::Bf16(scale));
@@ -206,7 +240,7 @@ impl Shape {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        let mut all = Tensors::default();
+        let mut all = Tensors { all: Vec::new(), is_packed: self.is_packed };
         let part = if self.is_part() { "language_model." } else { "" };
         let hidden = self.hidden_size;
         all.matrix(&format!("{part}model.embed_tokens"), &[], [self.vocab_size, hidden]);
@@ -231,7 +265,7 @@ impl Shape {
         if !self.tied {
             all.matrix(&format!("{part}lm_head"), &[], [self.vocab_size, hidden]);
         }
-        all.0
+        all.all
     }
 
     fn feed_forward(&self, all: &mut Tensors, at: &str) {
@@ -347,8 +381,11 @@ impl Shape {
         let mut config = json!({
             "model_type": self.model_type,
             "eos_token_id": end,
-            "quantization": { "group_size": GROUP, "bits": 4 },
         });
+        if self.is_packed {
+            let quantization = json!({ "group_size": GROUP, "bits": 4 });
+            merge(&mut config, json!({ "quantization": quantization }));
+        }
         if self.is_part() {
             let own =
                 json!({ "model_type": format!("{}_text", self.model_type), "dtype": "bfloat16" });
@@ -432,7 +469,7 @@ fn write_tensors(tensors: &[Tensor], path: &Path) -> Result<()> {
         end += tensor.bytes();
         let dtype = match tensor.content {
             Content::Words => "U32",
-            Content::Bf16(_) => "BF16",
+            Content::Bf16(_) | Content::Random(_) => "BF16",
             Content::Zeros => "F32",
         };
         let entry = json!({ "dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end] });
@@ -450,6 +487,13 @@ fn write_tensors(tensors: &[Tensor], path: &Path) -> Result<()> {
             Content::Words => {
                 // Rows have whole groups, of 32 bytes.
                 (0..bytes / 8).try_for_each(|_| file.write_all(&random.next().to_le_bytes()))?;
+            }
+            Content::Random(size) => {
+                // Sign and fraction of each number are random. Rows have whole groups.
+                let exponent = u64::from(size.to_bits() >> 16 & 0x7f80) * 0x0001_0001_0001_0001;
+                let of = |word: u64| word & 0x807f_807f_807f_807f | exponent;
+                (0..bytes / 8)
+                    .try_for_each(|_| file.write_all(&of(random.next()).to_le_bytes()))?;
             }
             Content::Bf16(number) => {
                 // The upper half of an f32.
@@ -522,6 +566,7 @@ mod tests {
                 contexts: vec![16],
                 rows: vec![1, 4],
                 streams: vec![3],
+                sums: Vec::new(),
                 rounds: 1,
             };
             let mut seen = Vec::new();

@@ -217,6 +217,7 @@ fn measure(decoder: &mut Decoder, effort: &Effort) -> Result<Vec<Measured>> {
         contexts: effort.lengths.into(),
         rows: effort.rows.into(),
         streams: effort.streams.into(),
+        sums: Vec::new(),
         rounds: effort.rounds,
     };
     Ok(passes::measure_passes(decoder, &plan, |_, _| {})?)
