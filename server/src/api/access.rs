@@ -353,7 +353,8 @@ impl Access {
                 "this key opens the profile `{own}`, not `{profile}`"
             ))),
             Caller::Anonymous if closed => Err(ApiError::forbidden(format!(
-                "the profile `{profile}` requires its own key: send `Authorization: Bearer KEY`"
+                "the profile `{profile}` requires its own key, and the request has none, or one that this server does not \
+                 know: send `Authorization: Bearer KEY`"
             ))),
             _ => Ok(()),
         }

@@ -73,9 +73,11 @@ fn passes_of_a_model_are_measured_on_ranks() {
     let sizes = ["--prefill", "16", "--contexts", "16", "--rows", "2", "--streams", "2"];
     let arguments = [&["bench", "model", "--rounds", "1", "--json", &json][..], &sizes].concat();
     let table = on_two_ranks(&arguments, data.path());
-    assert!(table.contains("prefill of 16") && table.contains("step after 16"), "{table}");
+    for name in ["prefill of 16", "step after 16", "sum of 1 row", "sum of 512 rows"] {
+        assert!(table.contains(name), "{name}: {table}");
+    }
     let report: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
-    assert_eq!((&report["ranks"], report["measured"].as_array().unwrap().len()), (&json!(2), 4));
+    assert_eq!((&report["ranks"], report["measured"].as_array().unwrap().len()), (&json!(2), 7));
 }
 
 /// Time in which a server is there again after all its ranks have ended, beside a compiler on all cores.
