@@ -80,7 +80,11 @@ pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
         Some(app) => app.clone().oneshot(request).await.into_response(),
         None => match console_file(&request) {
             Some(file) => with_id(file, request_id::of(request.headers())),
-            None => answer_without_app(&request, loading(), ApiError::loading()),
+            None => {
+                let now = loading::now();
+                let error = ApiError::loading(now.as_ref().map(|now| now.stage));
+                answer_without_app(&request, loading(now), error)
+            }
         },
     })
 }
@@ -123,10 +127,10 @@ fn console_file(request: &Request) -> Option<Response> {
     }
 }
 
-/// What is being loaded, and how far that is.
-fn loading() -> Value {
+/// What is being loaded `now`, and how far that is.
+fn loading(now: Option<Loading>) -> Value {
     let mut body = json!({"status": "loading"});
-    if let Some(Loading { model, stage, fraction }) = loading::now() {
+    if let Some(Loading { model, stage, fraction }) = now {
         body["model"] = model.into();
         body["stage"] = stage.into();
         // Two decimals.

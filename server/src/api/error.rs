@@ -245,9 +245,10 @@ impl ApiError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", NO_ROOM, "", message)
     }
 
-    /// The models are still being loaded.
-    pub fn loading() -> Self {
-        let message = "the server is loading its models; repeat the request later";
+    /// The server has started, and is at this stage of loading.
+    pub fn loading(stage: Option<&str>) -> Self {
+        let stage = stage.unwrap_or("loading its models");
+        let message = format!("the server is not ready yet: {stage}; repeat the request later");
         let status = StatusCode::SERVICE_UNAVAILABLE;
         Self::new(status, "server_error", LOADING, "", message)
     }

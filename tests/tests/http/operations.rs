@@ -113,6 +113,9 @@ async fn a_server_that_loads_its_models_says_so() {
         "status": "loading", "model": "tiny", "stage": "reading weights", "fraction": null,
     });
     assert_eq!(loading, expected);
+    let error = json_of(send(&server, post(body(json!({})).to_string())).await).await;
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("not ready yet: reading weights"), "{message}");
     drop(load);
     let mut request = post(body(json!({})).to_string());
     request.headers_mut().insert("x-request-id", "trace-7".parse().unwrap());
