@@ -79,6 +79,8 @@ pub struct ModelConfig {
     pub special_tokens_in_text: bool,
     /// How the embedding of a text is made of its hidden states.
     pub pooling: Pooling,
+    /// Passes between two comparisons of the hidden states of all ranks; 0 for none.
+    pub compare_ranks: u32,
 }
 
 /// How the embedding of a text is made of the hidden states of its tokens, after the final norm.
@@ -105,6 +107,7 @@ impl Default for ModelConfig {
             activations: Activations::Exact,
             special_tokens_in_text: false,
             pooling: Pooling::Last,
+            compare_ranks: 0,
         }
     }
 }

@@ -234,7 +234,9 @@ fn load_weights(
     let digest = loaded.digest(weights.finish()?);
     loading::stage("compiling kernels");
     match lead {
-        Some((ranks, log)) => loaded.model = Box::new(Lead::new(loaded.model, ranks, log)),
+        Some((ranks, log)) => {
+            loaded.model = Box::new(Lead::new(loaded.model, ranks, log, config.compare_ranks));
+        }
         None => prepare_kernels(&*loaded.model),
     }
     loading::stage("measuring");

@@ -26,7 +26,7 @@ pub fn follow(
     dtype: Dtype,
     log: impl IntoIterator<Item = Result<Entry>>,
 ) -> Result<()> {
-    let mut follower = Follower { part, ranks, dtype, objects: HashMap::new() };
+    let mut follower = Follower { part, ranks, dtype, objects: HashMap::new(), hidden: None };
     for (expected, entry) in (0..).zip(log) {
         let Entry { sequence, operation } = entry?;
         if sequence != expected {
@@ -56,6 +56,8 @@ struct Follower<'a> {
     ranks: &'a Ranks,
     dtype: Dtype,
     objects: HashMap<Id, Object>,
+    /// The hidden states of the last pass.
+    hidden: Option<Array>,
 }
 
 impl Follower<'_> {
@@ -128,6 +130,10 @@ impl Follower<'_> {
             Operation::Logits { rows, width } => {
                 let logits = self.part.logits(&self.hidden_of_first(rows, width)?)?;
                 submit([&logits])?;
+            }
+            Operation::Compare => {
+                let hidden = self.hidden.as_ref().ok_or_else(|| differs("it has run no pass"))?;
+                self.ranks.compare(hidden)?;
             }
             Operation::Sums { rows, width, times } => {
                 submit([&self.ranks.sums(&[1, rows, width], self.dtype, times)?])?;
@@ -204,12 +210,12 @@ impl Follower<'_> {
         Ok(taken)
     }
 
-    /// Runs `pass` with the tokens and spans of `rows`, and submits what it returns.
+    /// Runs `pass` with the tokens and spans of `rows`, and returns the hidden states that it returned, submitted.
     fn run(
         &mut self,
         rows: &Rows,
         pass: impl FnOnce(&Self, &Array, &mut [Span<'_>]) -> Result<Array>,
-    ) -> Result<()> {
+    ) -> Result<Array> {
         let mut taken = self.take(rows)?;
         let tokens = match &rows.tokens {
             Some(tokens) => token_ids(tokens),
@@ -224,19 +230,22 @@ impl Follower<'_> {
         for (id, cache, _) in taken {
             self.put(id, Object::Cache(cache));
         }
-        Ok(())
+        Ok(hidden)
     }
 
     fn forward(&mut self, rows: &Rows, layers: &Layers) -> Result<()> {
         let pass = Pass { exit: layers.exit, skip: &layers.skip };
-        self.run(rows, |own, tokens, spans| own.part.forward(tokens, spans, pass))
+        let hidden = self.run(rows, |own, tokens, spans| own.part.forward(tokens, spans, pass))?;
+        self.hidden = Some(hidden);
+        Ok(())
     }
 
     fn run_mtp(&mut self, rows: &Rows, width: usize) -> Result<()> {
         let count = rows.spans.iter().map(|(.., count)| count).sum();
         self.run(rows, |own, tokens, spans| {
             own.mtp()?.forward(&own.hidden_of_first(count, width)?, tokens, spans)
-        })
+        })?;
+        Ok(())
     }
 
     /// Hidden states that the first rank has.

@@ -2,6 +2,7 @@
 //!
 //! What it tells them it also submits, so that no rank waits for an array that this one never computes.
 
+use std::cell::Cell;
 use std::rc::Rc;
 
 use mlx_rs::Array;
@@ -17,13 +18,18 @@ pub struct Lead {
     part: Box<dyn Model>,
     ranks: Ranks,
     log: Rc<Log>,
+    /// Passes between two comparisons; 0 for none.
+    compare: u32,
+    /// Passes since the last comparison.
+    passes: Cell<u32>,
 }
 
 impl Lead {
-    /// The first of `ranks`, which writes `log`.
-    pub fn new(part: Box<dyn Model>, ranks: Ranks, log: Rc<Log>) -> Self {
+    /// The first of `ranks`, which writes `log`, and compares the hidden states of all after `compare` passes each; never if it
+    /// is 0.
+    pub fn new(part: Box<dyn Model>, ranks: Ranks, log: Rc<Log>, compare: u32) -> Self {
         assert!(ranks.is_first(), "only the first rank decides");
-        Self { part, ranks, log }
+        Self { part, ranks, log, compare, passes: Cell::new(0) }
     }
 
     /// The rows of a pass for the other ranks. Tokens that are being computed are not waited for.
@@ -94,6 +100,13 @@ impl Model for Lead {
     fn final_norm(&self, x: &Array) -> Result<Array> {
         let hidden = self.part.final_norm(x)?;
         submit([&hidden])?;
+        if self.compare > 0 {
+            self.passes.set((self.passes.get() + 1) % self.compare);
+            if self.passes.get() == 0 {
+                self.log.note(Operation::Compare);
+                self.ranks.compare(&hidden)?;
+            }
+        }
         Ok(hidden)
     }
 

@@ -271,7 +271,7 @@ fn led(folder: &Path, count: usize) -> std::result::Result<Computed, String> {
             let log = Log::new(move |entry| {
                 senders.iter().all(|sender| sender.send(entry.clone()).is_ok())
             });
-            let lead = Lead::new(part, first, log);
+            let lead = Lead::new(part, first, log, 1);
             let mut computed = Computed::of(&lead).map_err(|error| error.to_string())?;
             computed.run_objects(&lead).map_err(|error| error.to_string())?;
             Ok(computed)

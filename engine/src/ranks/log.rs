@@ -67,6 +67,8 @@ pub enum Operation {
     Mtp(Rows, usize),
     /// Logits of `rows` hidden states of `width` dimensions are computed.
     Logits { rows: usize, width: usize },
+    /// The hidden states of the last pass are compared.
+    Compare,
     /// Arrays of `rows` rows of `width` dimensions are summed, one after the other, to measure how long that takes.
     Sums { rows: i32, width: i32, times: usize },
 }

@@ -15,12 +15,14 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use mlx_rs::ops::zeros_dtype;
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
+use sha2::{Digest, Sha256};
 
 pub use self::group::{Backend, join};
 pub use self::log::{Entry, Id, Layers, Log, Mirror, Operation, Rows};
 pub use self::meeting::in_threads;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How ranks exchange arrays. All ranks call the same operations in the same order, with arrays of one shape and dtype.
 pub trait Exchange: Debug + Send + Sync {
@@ -90,6 +92,34 @@ impl Ranks {
         }
     }
 
+    /// Compares the bits of `x` [.., D] with those of all other ranks. Waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Array`] names the ranks that have others than the first one.
+    pub fn compare(&self, x: &Array) -> Result<()> {
+        let Some(exchange) = &self.exchange else { return Ok(()) };
+        // Every float of 16 bits is one of 32.
+        let floats = x.as_dtype(Dtype::Float32)?.reshape(&[-1])?;
+        eval([&floats])?;
+        let mut hash = Sha256::new();
+        floats.try_as_slice::<f32>()?.iter().for_each(|x| hash.update(x.to_bits().to_le_bytes()));
+        let digest = hash.finalize();
+        let words: Vec<u32> = digest.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+        let all = exchange.gather(&Array::from_slice(&words, &[1, 8]))?;
+        eval([&all])?;
+        let digests: Vec<&[u32]> = all.try_as_slice::<u32>()?.chunks(8).collect();
+        let differs = |rank: &usize| digests[*rank] != digests[0];
+        let others: Vec<String> =
+            (1..digests.len()).filter(differs).map(|rank| rank.to_string()).collect();
+        match &others[..] {
+            [] => Ok(()),
+            others => Err(Error::Array(format!(
+                "rank {} computed other hidden states than the first one",
+                others.join(" and rank ")
+            ))),
+        }
+    }
+
     /// `times` sums over all ranks of an array of zeros of this shape and dtype, one after the other.
     pub fn sums(&self, shape: &[i32], dtype: Dtype, times: usize) -> Result<Array> {
         (0..times).try_fold(zeros_dtype(shape, dtype)?, |x, _| self.sum(x))
@@ -120,6 +150,45 @@ impl Ranks {
                 Ok(all.reshape(&[1, rows, self.count * columns])?)
             }
             None => Ok(x),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Device;
+
+    use super::*;
+
+    /// The smallest difference is found: of the last place of one number in bf16, on one rank.
+    #[test]
+    fn ranks_with_other_hidden_states_are_named_on_all_of_them() {
+        for dtype in [Dtype::Float32, Dtype::Bfloat16] {
+            for other in [None, Some(1), Some(2)] {
+                let threads: Vec<_> = in_threads(3)
+                    .into_iter()
+                    .map(|ranks| {
+                        std::thread::spawn(move || {
+                            Device::set_default(&Device::cpu());
+                            let last = if Some(ranks.index()) == other { 1.007_812_5 } else { 1.0 };
+                            let x = Array::from_slice(&[0.5f32, -2.0, last], &[1, 1, 3]);
+                            ranks.compare(&x.as_dtype(dtype).unwrap()).map_err(|e| e.to_string())
+                        })
+                    })
+                    .collect();
+                for thread in threads {
+                    match (thread.join().unwrap(), other) {
+                        (Ok(()), None) => {}
+                        (Err(text), Some(rank)) => {
+                            assert!(
+                                text.contains(&format!("rank {rank} computed other")),
+                                "{text}"
+                            );
+                        }
+                        (result, other) => panic!("{other:?}: {result:?}"),
+                    }
+                }
+            }
         }
     }
 }

@@ -58,7 +58,11 @@ fn ranks_that_are_processes_reply_as_one_process() {
     let data = tempfile::tempdir().unwrap();
     let prompts = data.path().join("prompts.json");
     std::fs::write(&prompts, r#"["Copy this text: owl, Rome, Anna."]"#).unwrap();
-    let arguments = ["verify", "--tokens", "6", "--prompts", &prompts.display().to_string()];
+    // All ranks compute the same bits.
+    let config = data.path().join("compare.toml");
+    std::fs::write(&config, "[model]\ncompare_ranks = 4\n").unwrap();
+    let (prompts, config) = (prompts.display().to_string(), config.display().to_string());
+    let arguments = ["verify", "--tokens", "6", "--prompts", &prompts, "--config", &config];
     let table = on_two_ranks(&arguments, data.path());
     assert!(table.contains("f32, 2 ranks"), "{table}");
     let rows: Vec<_> = table.lines().filter(|line| line.contains("1/1")).collect();
