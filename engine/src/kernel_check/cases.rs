@@ -1,14 +1,14 @@
 //! What each check computes: small layers of random numbers, of every shape for which a kernel has code of its own.
 
-use mlx_rs::ops::concatenate;
+use mlx_rs::ops::{concatenate, dequantize};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, random};
 
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Activations};
-use crate::kernels::cuda::Tiled;
-use crate::kernels::{self, Mode, Quantization};
+use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::{self, KernelKind, Mode, Quantization};
 use crate::nn::{
     Block, Dense, Experts, Gate, GatedDelta, GatedMlp, Heads, Joined, Linear, Mlp, Moe, Outputs,
     OwnKernel, Packed, RmsNorm, Rope, Scores, Shared, attention, swiglu,
@@ -73,13 +73,21 @@ pub fn run_gate(dtype: Dtype) -> Result<Vec<Array>> {
     Ok(vec![swiglu(gate?, up?)?])
 }
 
-/// Packed matrices with a norm before and a sum after, joined ones, those of other widths, and one of floats; steps, drafts and
-/// prompts.
+/// Packed matrices with a sum after, joined ones, those of other widths, and one of floats; steps, drafts and prompts.
+///
+/// The reference multiplies with the dequantized weights in f32: MLX compiles its products with packed matrices for NVIDIA GPUs
+/// when they are first used, half a minute for each width, type and size of rows.
 pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
-    let own = linear(1, &[512, 256], 4)?;
-    let gate_up = Joined::new([linear(2, &[256, 256], 4)?, linear(3, &[256, 256], 4)?])?;
-    // Read as bytes, as 16 bits, and as words.
-    let others = [linear(7, &[64, 256], 3)?, linear(8, &[64, 256], 6)?, linear(9, &[64, 256], 8)?];
+    let is_ours = KernelKind::Products.is_on();
+    let matrix = |seed, shape: &[i32], bits| -> Result<Linear> {
+        if is_ours { linear(seed, shape, bits) } else { dequantized(&packed(seed, shape, bits)?) }
+    };
+    let own = matrix(1, &[512, 256], 4)?;
+    let gate_up = Joined::new([matrix(2, &[256, 256], 4)?, matrix(3, &[256, 256], 4)?])?;
+    // Read as bytes, as 16 bits, and as words. Kernels for CUDA read 4 bits only.
+    let widths: &[(u64, i32)] = if cuda::is_enabled() { &[] } else { &[(7, 3), (8, 6), (9, 8)] };
+    let others = widths.iter().map(|&(seed, bits)| matrix(seed, &[64, 256], bits));
+    let others = others.collect::<Result<Vec<_>>>()?;
     let weight = normal(4, &[64, 256], dtype)?;
     let own_kernel = cpu::is_enabled() && cpu::supports_dense(&weight);
     let floats = Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias: None };
@@ -94,7 +102,18 @@ pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
         }
         results.push(floats.forward(&x)?);
     }
-    Ok(results)
+    results.into_iter().map(|y| Ok(y.as_dtype(dtype)?)).collect()
+}
+
+/// A matrix with the values of a packed one, in f32.
+fn dequantized(packed: &Packed) -> Result<Linear> {
+    let Packed { weight, scales, biases, quantization, .. } = packed;
+    let [scales, biases] = [scales, biases.as_ref().expect("affine weights have biases")]
+        .map(|x| x.as_dtype(Dtype::Float32));
+    let (group, bits) = (quantization.group_size, quantization.bits);
+    let weight = dequantize(weight, scales?, &biases?, group, bits)?;
+    let weight = Dense { weight, dtype: Dtype::Float32, own_kernel: false };
+    Ok(Linear::Dense { weight, bias: None })
 }
 
 /// Rows of two sequences after prompts: steps and drafts.
