@@ -64,7 +64,7 @@ pub use guard::{Guard, TOOK_OVER};
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
-    Session, Use, Withdrawn, schema_beside, unknown_params,
+    Session, Use, Withdrawn, refused_params, schema_beside,
 };
 pub use sandbox::{
     COMPONENT_BYTES, CompilerLimits, Component, Context, Host, Instance, LimitedBy, ProcessUsage,

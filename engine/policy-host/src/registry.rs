@@ -61,7 +61,7 @@ use crate::trust::{Signer, Trust};
 const LARGE_BYTES: usize = 4 << 20;
 
 pub use self::history::{HistoryEntry, Origin, Withdrawn};
-pub use self::params::unknown_params;
+pub use self::params::refused_params;
 pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
 pub use self::source::schema_beside;
 

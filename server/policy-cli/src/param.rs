@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, anyhow, bail};
-use steersman_policy_host::{conform, unknown_params};
+use steersman_policy_host::{conform, refused_params};
 
 use super::Loaded;
 
@@ -53,9 +53,9 @@ pub fn check(loaded: &Loaded, params: &[Param]) -> Result<()> {
     let schemas = vec![(component.name().to_owned(), loaded.bundle.schema.clone())];
     conform(&schemas, &texts).map_err(|problem| anyhow!("--param: {problem}"))?;
     if loaded.bundle.schema.is_none() {
-        let unknown = unknown_params(component, &texts);
-        if !unknown.is_empty() {
-            bail!("--param: {}", unknown.join("\n"));
+        let refused = refused_params(component, &texts);
+        if !refused.is_empty() {
+            bail!("--param: {}", refused.join("\n"));
         }
     }
     let prepared = component.prepare("default", &texts).map_err(|failure| anyhow!("{failure}"))?;

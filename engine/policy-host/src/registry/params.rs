@@ -121,18 +121,30 @@ fn is_reported_unknown(param: &str, reported: &[String], note: &str) -> bool {
         || note.contains(&format!("unknown parameter `{param}`"))
 }
 
-/// The problems of the parameters that a policy without a schema reports as unknown. Each suggests the most similar known name.
-pub fn unknown_params(component: &Arc<Component>, params: &Params) -> Vec<String> {
+/// The problems of parameters that a policy without a schema reports: those that it does not know, each with the most similar
+/// name that it knows, and those whose value it cannot use, according to the note of its plan.
+pub fn refused_params(component: &Arc<Component>, params: &Params) -> Vec<String> {
     let profile = "default";
     let prepared = component.prepare(profile, params);
     let reported = prepared.as_ref().map(|prepared| &prepared.problems[..]).unwrap_or_default();
     let note = note(component, profile, params).unwrap_or_default();
-    let unknown = params.iter().filter(|(param, _)| is_reported_unknown(param, reported, &note));
     let problem = |(param, _): &(String, String)| {
-        let (param, problem) = unknown_param(param.clone(), &[component.name()], &Schemas::new());
-        format!("`{param}`: {problem}")
+        if is_reported_unknown(param, reported, &note) {
+            let (_, problem) = unknown_param(param.clone(), &[component.name()], &Schemas::new());
+            return Some(format!("`{param}`: {problem}"));
+        }
+        unusable_in(&note, param).map(|problem| format!("`{param}`: {problem}"))
     };
-    unknown.map(problem).collect()
+    params.iter().filter_map(problem).collect()
+}
+
+/// What a note says of the value of `param`, as `cannot be ...`, up to what it says of another parameter.
+fn unusable_in<'a>(note: &'a str, param: &str) -> Option<&'a str> {
+    let (_, said) = note.split_once(&format!("parameter `{param}` cannot "))?;
+    let ends = ["; parameter `", "; unknown parameter `"].map(|next| said.find(next));
+    let end = ends.into_iter().flatten().min().unwrap_or(said.len());
+    let start = note.len() - said.len() - "cannot ".len();
+    Some(&note[start..start + "cannot ".len() + end])
 }
 
 /// The problems that a policy reports of its parameters, without those that it does not know: it gets all of its profile,

@@ -126,6 +126,22 @@ fn a_misspelt_parameter_of_a_shipped_policy_ends_the_command() {
     }
 }
 
+/// It was shown as differences of `note`.
+#[test]
+fn a_value_that_a_shipped_policy_cannot_use_ends_the_command() {
+    let of = |params: &[&str]| {
+        let options = params.iter().flat_map(|param| ["--param", param]);
+        fail(&["test", "default"].into_iter().chain(options).collect::<Vec<_>>())
+    };
+    let one = of(&["reasoning_budget=abc"]);
+    assert!(one.contains("error: --param: `reasoning_budget`: cannot be `abc`\n"), "{one}");
+    let two = of(&["reasoning_budget=abc", "reasonng=on", "answer_reserve=x; y"]);
+    assert!(two.contains("`reasoning_budget`: cannot be `abc`\n"), "{two}");
+    assert!(two.contains("`answer_reserve`: cannot be `x; y`\n"), "{two}");
+    assert!(two.contains("`reasonng`: the policy `default` has no such parameter"), "{two}");
+    assert!(!two.contains("the answer differs"), "{two}");
+}
+
 /// A misspelt parameter was no error as long as the component had another name than the policy.
 #[test]
 fn a_next_version_is_tested_with_the_schema_beside_the_golden_file() {
