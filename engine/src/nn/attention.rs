@@ -73,7 +73,7 @@ pub fn append_and_attend(
     attend_appended(q, gates, scores, spans, layer)
 }
 
-/// Appends `kv` [1, 2 H_kv, T, D] to the cache of a layer. `has_kernel` tells whether one reads it where it lies.
+/// Appends `kv` [1, 2 H_kv, T, D] to the cache of a layer. `has_kernel` tells whether a kernel reads that cache in place.
 fn append(kv: &Array, has_kernel: bool, cache: &mut LayerCache) -> Result<()> {
     match cache {
         LayerCache::Full(full) => {

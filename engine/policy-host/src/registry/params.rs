@@ -133,18 +133,17 @@ pub fn refused_params(component: &Arc<Component>, params: &Params) -> Vec<String
             let (_, problem) = unknown_param(param.clone(), &[component.name()], &Schemas::new());
             return Some(format!("`{param}`: {problem}"));
         }
-        unusable_in(&note, param).map(|problem| format!("`{param}`: {problem}"))
+        unusable_in(&note, param).map(|value| format!("`{param}`: cannot {value}"))
     };
     params.iter().filter_map(problem).collect()
 }
 
-/// What a note says of the value of `param`, as `cannot be ...`, up to what it says of another parameter.
+/// What the value of `param` cannot be, according to a note, which may name other parameters after it.
 fn unusable_in<'a>(note: &'a str, param: &str) -> Option<&'a str> {
     let (_, said) = note.split_once(&format!("parameter `{param}` cannot "))?;
     let ends = ["; parameter `", "; unknown parameter `"].map(|next| said.find(next));
     let end = ends.into_iter().flatten().min().unwrap_or(said.len());
-    let start = note.len() - said.len() - "cannot ".len();
-    Some(&note[start..start + "cannot ".len() + end])
+    Some(&said[..end])
 }
 
 /// The problems that a policy reports of its parameters, without those that it does not know: it gets all of its profile,
