@@ -174,15 +174,30 @@ fn problems_of_places(
             "policy.trace_file: there is no folder {folder}; create it, or choose another file"
         ));
     }
-    // What is missing is created.
-    let data_dir = data_dir.and_then(|folder| folder.ancestors().find(|part| part.exists()));
-    if let Some(file) = data_dir.filter(|part| !part.is_dir()) {
-        let file = file.display();
-        problems.push(format!(
-            "the data folder: {file} is a file; choose a folder with --data-dir or STEERSMAN_DATA_DIR"
-        ));
-    }
+    problems.extend(data_dir.and_then(problem_of_data_dir));
     problems
+}
+
+/// The reason why a server could not write to `data_dir`, or could not create it. A file without a name is written, where
+/// the system has those, which is gone at once: permissions do not tell of a file system that is mounted read-only.
+fn problem_of_data_dir(data_dir: &Path) -> Option<String> {
+    let remedy = "choose a folder with --data-dir or STEERSMAN_DATA_DIR";
+    // A relative folder is in the working directory.
+    let parts =
+        data_dir.ancestors().map(|part| if part == Path::new("") { Path::new(".") } else { part });
+    let existing = parts.into_iter().find(|part| part.exists())?;
+    let shown = existing.display();
+    if !existing.is_dir() {
+        return Some(format!("the data folder: {shown} is a file; {remedy}"));
+    }
+    let error = tempfile::tempfile_in(existing).err()?;
+    Some(match existing == data_dir {
+        true => format!("the data folder: {shown} cannot be written ({error}); {remedy}"),
+        false => {
+            let data_dir = data_dir.display();
+            format!("the data folder: {data_dir} cannot be created in {shown} ({error}); {remedy}")
+        }
+    })
 }
 
 /// The models that the configuration names, by key.
@@ -479,6 +494,19 @@ mod tests {
         ] {
             let (passed, printed) = check(&text, data_dir);
             assert!(!passed && printed.contains(words), "{text}: {printed}");
+        }
+        assert!(!new.exists(), "check creates no data folder");
+        // No user may write there, whatever the permissions say.
+        #[cfg(target_os = "linux")]
+        for (data_dir, words) in [
+            ("/proc/sys", "the data folder: /proc/sys cannot be written ("),
+            (
+                "/proc/sys/none/data",
+                "the data folder: /proc/sys/none/data cannot be created in /proc/sys (",
+            ),
+        ] {
+            let (passed, printed) = check("", Path::new(data_dir));
+            assert!(!passed && printed.contains(words), "{printed}");
         }
     }
 

@@ -395,11 +395,11 @@ impl Place {
             .context("this user has no data folder; choose one with --data-dir")
     }
 
-    /// The compiled policies in the data folder, if this user has one.
+    /// The compiled policies in the data folder, if this user has one. A missing folder is not created.
     pub fn compile_cache(self) -> Storage {
         match self.data_dir() {
-            Ok(data_dir) => Storage::compile_cache(&data_dir),
-            Err(_) => Storage::in_memory(),
+            Ok(data_dir) if data_dir.is_dir() => Storage::compile_cache(&data_dir),
+            _ => Storage::in_memory(),
         }
     }
 
