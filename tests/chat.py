@@ -196,11 +196,19 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     terminal.expect("> ")
     terminal.press(b"\x04")
     assert terminal.end() == 0, terminal.shown
-    # Another model is loaded in the process, and that is said.
-    absent = [*command[:2], "./absent.gguf", *command[3:], "Hi"]
-    done = subprocess.run(absent, env=env, text=True, capture_output=True, timeout=PATIENCE)
-    said = f"the server at {url} does not serve ./absent.gguf"
-    assert done.returncode == 1 and said in done.stderr and "./absent.gguf does not exist" in done.stderr, done
+    # A name that neither the server nor this process knows ends the command, with the names that are served.
+    names = ", ".join(model["id"] for model in json.loads(get(f"{url}/v1/models"))["data"])
+    for name, words in [
+        ("./absent.gguf", f"but {names}; nor can this process load it: ./absent.gguf does not exist"),
+        ("tiny-hybird-4bit", f"but {names}; did you mean `tiny-hybrid-4bit`?; nor can this process load it: there is no model"),
+    ]:
+        absent = [*command[:2], name, *command[3:], "Hi"]
+        done = subprocess.run(absent, env=env, text=True, capture_output=True, timeout=PATIENCE)
+        said = f"the server at {url} does not serve {name}, {words}"
+        assert done.returncode == 1 and said in done.stderr and "[models]" not in done.stderr, done
+    # The words of a prompt need no quotes.
+    done = subprocess.run([*command, *"What is the capital of Italy?".split()], env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
     # A model of this process runs beside the server: it says that state is not saved, and nothing of other files.
     assert "database" not in done.stderr, done
     local = [*command[:2], "--local", *command[2:], "What is the capital of Italy?"]
@@ -213,7 +221,7 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     terminal.expect("> ")
     terminal.press(b"\x04")
     assert terminal.end() == 0 and "database" not in terminal.shown, terminal.shown
-    assert 'requests_total{status="2xx"} 2' in get(f"{url}/metrics"), "the server answered both"
+    assert 'requests_total{status="2xx"} 3' in get(f"{url}/metrics"), "the server answered both"
     server.press(b"\x03")
     assert server.end() == 0, server.shown
 

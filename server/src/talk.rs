@@ -8,7 +8,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use secrecy::ExposeSecret;
 pub use steersman_chat::*;
 use steersman_models::named::same_model;
@@ -16,7 +16,8 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::config::FileConfig;
 use crate::local::Local;
-use crate::{address, bundled};
+use crate::words::suggestion;
+use crate::{address, bundled, hub};
 
 /// Time between two looks at a server that loads its models.
 const LOADING_PAUSE: Duration = Duration::from_millis(500);
@@ -164,6 +165,15 @@ async fn running(
     let mut stderr = std::io::stderr();
     let Some(model) = model else { return Ok(Some((client, String::new()))) };
     let Some(name) = name_in(&models, model) else {
+        if !is_loaded_here(file, model)
+            && let Err(error) = hub::named_as(model, 0)
+        {
+            let near = suggestion(model, models.iter().map(String::as_str));
+            let served = models.join(", ");
+            bail!(
+                "the server at {url} does not serve {model}, but {served}{near}; nor can this process load it: {error:#}"
+            );
+        }
         // A closed stderr is no error.
         let _ = writeln!(
             stderr,
@@ -198,6 +208,11 @@ async fn answering(
         }
     }
     None
+}
+
+/// Whether `model` is a name that [`in_this_process`] knows: one of `[models]`, or that of the bundled model.
+fn is_loaded_here(file: &FileConfig, model: &str) -> bool {
+    file.models.contains_key(model) || model == bundled::NAME
 }
 
 /// Whether a server answers. Waits for one that loads its models.

@@ -65,9 +65,9 @@ pub struct Options {
 /// Options of `run` only.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Once {
-    /// The prompt; `-` reads it from standard input, and so does none, but on a terminal, where a chat
-    /// begins
-    pub prompt: Option<String>,
+    /// The prompt, whose words need no quotes; `-` reads it from standard input, and so does none, but on a terminal,
+    /// where a chat begins
+    pub prompt: Vec<String>,
     /// File with a JSON schema that the answer follows
     #[arg(long, value_name = "FILE")]
     pub json_schema: Option<PathBuf>,

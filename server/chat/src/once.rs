@@ -28,7 +28,7 @@ pub async fn run(
     messages: &mut impl Write,
 ) -> Result<()> {
     let mut session = Session::new(model.into(), options.clone());
-    session.say(prompt(once.prompt.as_deref())?);
+    session.say(prompt(&once.prompt)?);
     let mut body = session.request();
     if let Some(file) = &once.json_schema {
         body["response_format"] = form(file)?;
@@ -75,17 +75,18 @@ pub async fn run(
 /// Whether `run` has a prompt, and otherwise opens a chat: none is given, and both ends are a terminal.
 pub fn is_prompted(once: &Once) -> bool {
     let on_terminal = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
-    once.prompt.is_some() || once.json_schema.is_some() || !on_terminal
+    !once.prompt.is_empty() || once.json_schema.is_some() || !on_terminal
 }
 
-/// The prompt of the command line or of standard input.
-fn prompt(argument: Option<&str>) -> Result<String> {
-    let prompt = match argument {
-        Some(prompt) if prompt != "-" => prompt.to_owned(),
-        _ => {
+/// The prompt of the command line, in one or several words, or of standard input.
+fn prompt(words: &[String]) -> Result<String> {
+    let is_read = words.is_empty() || words == ["-"];
+    let prompt = match is_read {
+        false => words.join(" "),
+        true => {
             let stdin = std::io::stdin();
             ensure!(
-                argument.is_some() || !stdin.is_terminal(),
+                !words.is_empty() || !stdin.is_terminal(),
                 "there is no prompt: write it after the model, or pipe it in"
             );
             let mut text = String::new();

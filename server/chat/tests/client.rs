@@ -295,7 +295,7 @@ fn once(chunks: &[Value], once: Once) -> (anyhow::Result<()>, String, String, Va
 
 #[test]
 fn run_prints_the_answer_and_on_demand_the_reasoning() {
-    let prompt = Once { prompt: Some("Hi".into()), ..Once::default() };
+    let prompt = Once { prompt: vec!["Hi".into()], ..Once::default() };
     let (done, out, messages, request) = once(&rome(), prompt.clone());
     done.unwrap();
     assert_eq!((out.as_str(), messages.as_str()), ("Rome.\n", ""));
@@ -312,7 +312,7 @@ fn run_fails_without_a_whole_answer() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("schema.json");
     std::fs::write(&file, r#"{"type": "object"}"#).unwrap();
-    let prompt = Once { prompt: Some("Hi".into()), ..Once::default() };
+    let prompt = Once { prompt: vec!["Hi".into()], ..Once::default() };
     let with_schema = Once { json_schema: Some(file.clone()), ..prompt.clone() };
     let (done, _, _, request) = once(&rome(), with_schema.clone());
     done.unwrap();
