@@ -563,7 +563,16 @@ impl Failures {
     async fn pause(&self, sender: &Sender) {
         if let Some(suppressed) = self.log.pass() {
             let Sender { request_id, route, address } = sender;
-            tracing::warn!(request_id, route, address, suppressed, "request refused: wrong key");
+            // As in the reply.
+            let code = ApiError::unauthorized().code;
+            tracing::warn!(
+                request_id,
+                route,
+                address,
+                code,
+                suppressed,
+                "request refused: wrong key"
+            );
         }
         let end = {
             let mut last = self.last.lock();

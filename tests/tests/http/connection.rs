@@ -328,6 +328,9 @@ async fn log_of_a_refused_request_has_its_id_route_and_address() {
             log.lines().find(|line| line.contains(&format!("request_id=\"{id}\""))).expect(&log);
         assert!(line.contains("refused") && line.contains("address=\"127.0.0.1\""), "{line}");
         assert_eq!(line.contains("route=\"/v1/models\""), host == "localhost", "{line}");
+        if host == "localhost" {
+            assert!(line.contains("code=\"invalid_api_key\""), "{line}");
+        }
     }
 }
 
