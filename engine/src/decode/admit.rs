@@ -30,7 +30,16 @@ pub fn admit(decoder: &mut Decoder, prepared: Prepared) -> Result<Sequence> {
                 .log(|| tracing::warn!(id, %error, "retaining saved state failed"));
         }
     }
-    new_sequence(decoder, prepared, cache)
+    let parting = match is_whole {
+        true => None,
+        false => saved.prefixes().parting(prompt, cached).filter(|at| *at >= saved.min_tokens()),
+    };
+    let mut sequence = new_sequence(decoder, prepared, cache)?;
+    // A policy may permit some save points only.
+    if let Some(at) = parting.filter(|_| sequence.saves_anywhere()) {
+        sequence.timeline_mut().add_save_point(at);
+    }
+    Ok(sequence)
 }
 
 /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.

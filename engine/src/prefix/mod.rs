@@ -56,6 +56,10 @@ impl KvRun for KeyValues {
 /// Most conversations that are reported.
 const NAMES: usize = 256;
 
+/// Tokens between regular save points, for each token that a state must save at least where a prompt parts from others:
+/// 16 tokens, and more if states are large beside the memory of the prefix cache.
+const INTERVAL_TO_GAIN: usize = 32;
+
 /// Bytes of an element of KV, when it is estimated what the store will read.
 const KV_BYTES: u64 = 2;
 
@@ -274,6 +278,21 @@ impl Prefixes {
     /// Whether [`Prefixes::share`] will share rows of `cache` when it has `tokens` rows.
     pub fn will_share(&self, cache: &Cache, tokens: usize) -> bool {
         self.shared.will_share(cache, tokens)
+    }
+
+    /// The position where `prompt` parts from saved prefixes that it follows for longer than the first `resumed` tokens,
+    /// from which its request resumes: a state at this position lets the next request with the same beginning resume there.
+    /// `None` for models that can resume anywhere, and if the state would save too few tokens for its bytes.
+    ///
+    /// The first prompt with a beginning cannot know where others will part from it. The second one does, so that the third
+    /// computes nothing twice.
+    pub fn parting(&self, prompt: &[u32], resumed: usize) -> Option<usize> {
+        let least = self.save_interval()? / INTERVAL_TO_GAIN;
+        let limit = prompt.len().saturating_sub(1);
+        let on_disk = self.disk.as_ref().and_then(|disk| disk.longest(prompt, limit, false));
+        let known = self.tree.find(prompt, limit).kv.max(on_disk.map_or(0, |saved| saved.tokens));
+        let at = known.min(limit);
+        (at >= resumed + least).then_some(at)
     }
 
     /// Lets later requests share the rows of `cache`, which holds exactly `tokens`. Copies them if it shares some already.

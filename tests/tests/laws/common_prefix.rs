@@ -1,8 +1,10 @@
-//! Requests that arrive together and begin alike: one computes what they have in common, and the others wait for it.
+//! Requests that begin alike. Of those that arrive together, one computes what they have in common, and the others wait for
+//! it; of those that arrive one after the other, the third resumes where they part.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use steersman_engine::internals::store::BLOCK_TOKENS;
 use steersman_engine::request::{Event, Request};
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{
@@ -78,6 +80,54 @@ fn when_the_request_that_computes_the_prefix_is_cancelled_the_next_one_does() {
     assert!(cached.iter().filter(|cached| **cached < WORDS).count() <= 1, "{cached:?}");
     let report = engine.info().activity.report();
     assert_eq!(report.awaiting_prefix, 0);
+}
+
+/// Text `i` after `count` words that all have in common, within one message.
+fn after(count: usize, i: usize) -> Request {
+    let common = words(&mut Random(7), count);
+    let own = words(&mut Random(200 + i as u64), 20);
+    Request { ignores_end: true, max_tokens: Some(8), ..ask(&format!("{common} {own}")) }
+}
+
+/// Least number of tokens that these prompts have in common: all but those of the generation prompt.
+fn common_tokens(engine: &Running, count: usize) -> usize {
+    let whole = run(engine, ask(&words(&mut Random(7), count)));
+    whole.finished().usage.prompt_tokens as usize - 16
+}
+
+/// A hybrid resumed at the last multiple of 512 tokens before the place where prompts part within a message, however often
+/// it had computed what follows: after 1,520 common tokens at 1,024.
+#[test]
+fn the_third_prompt_with_a_beginning_computes_none_of_it() {
+    let data = tempfile::tempdir().unwrap();
+    let (saving, alone) =
+        (engine(&bundled_model(), data.path(), 1 << 30), engine(&bundled_model(), data.path(), 0));
+    for count in [20, 240, 620] {
+        let replies: Vec<_> = (0..4).map(|i| run(&saving, after(count, i))).collect();
+        let cached: Vec<_> = replies.iter().map(cached).collect();
+        let common = common_tokens(&alone, count);
+        assert!(cached[1] < common && cached[1].is_multiple_of(512), "{cached:?} of {common}");
+        assert!(cached[2] >= common && cached[3] >= common, "{cached:?} of {common}");
+        // One that saves where it parts, and one that resumes there.
+        for i in [1, 2] {
+            assert_eq!(replies[i].answer, run(&alone, after(count, i)).answer, "{count} {i}");
+        }
+    }
+}
+
+/// The second prompt finds the first one's tokens on disk, in blocks.
+#[test]
+fn the_third_prompt_with_a_beginning_resumes_behind_it_after_restarts() {
+    let data = tempfile::tempdir().unwrap();
+    let start = || {
+        let mut config = config();
+        config.store.ahead = false;
+        Running::try_start(config, &bundled_model(), data.path()).unwrap()
+    };
+    let cached: Vec<_> = (0..3).map(|i| cached(&run(&start(), after(620, i)))).collect();
+    let common = common_tokens(&start(), 620);
+    let block = BLOCK_TOKENS;
+    assert!(cached[1] < common - block && cached[2] > common - block, "{cached:?} of {common}");
 }
 
 #[test]

@@ -81,6 +81,24 @@ fn plan_without_save_points_saves_nothing() {
     assert!(cached(&run(&engine, asked)) > 200);
 }
 
+/// Nor where its prompt parts from one that another profile has saved.
+#[test]
+fn plan_without_save_points_saves_nothing_where_prompts_part() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = start(folder.path(), 256 * MB, false, &[("none", &[])]);
+    let asked = |profile, end: &str| {
+        let question = question(profile, "Nora", "?");
+        let text = format!("{} {end}", question.messages[0].content);
+        Request { messages: vec![message("user", &text)], ..question }
+    };
+    run(&engine, asked("default", "Which village is it?"));
+    let cached_of = |profile, end| cached(&run(&engine, asked(profile, end)));
+    assert!(cached_of("none", "How many bells are there?") < 20);
+    assert!(cached_of("default", "And how many rivers?") < 20);
+    // That one may save.
+    assert!(cached_of("none", "Who has counted?") > 200);
+}
+
 /// Each save point alone: the next request resumes from there and from nowhere else, and the next
 /// turn is prefetched only if the reply is saved.
 #[test]
