@@ -1,6 +1,7 @@
 //! What each check computes: small layers of random numbers, of every shape for which a kernel has code of its own.
 
-use mlx_rs::ops::{concatenate, dequantize};
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{concatenate, dequantize, select};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, random};
 
@@ -107,13 +108,22 @@ pub fn run_products(dtype: Dtype) -> Result<Vec<Array>> {
 
 /// A matrix with the values of a packed one, in f32.
 fn dequantized(packed: &Packed) -> Result<Linear> {
+    Ok(floats(dequantized_weight(packed)?))
+}
+
+/// The values of a packed matrix or of a stack of them, in f32, [.., outputs, inputs].
+fn dequantized_weight(packed: &Packed) -> Result<Array> {
     let Packed { weight, scales, biases, quantization, .. } = packed;
     let [scales, biases] = [scales, biases.as_ref().expect("affine weights have biases")]
         .map(|x| x.as_dtype(Dtype::Float32));
     let (group, bits) = (quantization.group_size, quantization.bits);
-    let weight = dequantize(weight, scales?, &biases?, group, bits)?;
+    Ok(dequantize(weight, scales?, &biases?, group, bits)?)
+}
+
+/// A matrix of f32 numbers [outputs, inputs], which MLX multiplies with.
+fn floats(weight: Array) -> Linear {
     let weight = Dense { weight, dtype: Dtype::Float32, own_kernel: false };
-    Ok(Linear::Dense { weight, bias: None })
+    Linear::Dense { weight, bias: None }
 }
 
 /// Rows of two sequences after prompts: steps and drafts.
@@ -247,45 +257,90 @@ pub fn run_rewind(dtype: Dtype) -> Result<Vec<Array>> {
 /// Sparse blocks without and with a shared expert. The router prefers the same experts for all rows by a wide margin: a
 /// near-tie would be another choice, and no fault.
 pub fn run_experts(dtype: Dtype) -> Result<Vec<Array>> {
-    let [count, d, f] = [16, 256, 128];
-    let block = |sides: [Linear; 2], down_proj| -> Result<Block> {
-        Ok(GatedMlp { gate: Gate::Silu, gate_up: Joined::new(sides)?, down_proj }.into())
+    let is_ours = KernelKind::Experts.is_on();
+    let matrix = |seed, shape: &[i32], bits| {
+        if is_ours { linear(seed, shape, bits) } else { dequantized(&packed(seed, shape, bits)?) }
     };
+    let [count, d, f] = [16, 256, 128];
     let norm = RmsNorm { weight: normal(4, &[d], dtype)?.abs()?, eps: 1e-6 };
     let mut results = Vec::new();
     for (bits, has_shared) in [(4, false), (4, true), (8, true)] {
-        let stack = |seed, outputs, inputs| -> Result<Linear> {
-            let weight = packed(seed, &[count, outputs, inputs], bits)?;
-            Ok(Linear::Quantized { weight: Packed { own_kernel: None, ..weight }, bias: None })
-        };
-        let experts = Experts(block([stack(1, f, d)?, stack(2, f, d)?], stack(3, d, f)?)?);
+        let stack = |seed, outputs, inputs| packed(seed, &[count, outputs, inputs], bits);
+        let stacks = [stack(1, f, d)?, stack(2, f, d)?, stack(3, d, f)?];
+        let [gate, up, down] = stacks.clone().map(|weight| Linear::Quantized {
+            weight: Packed { own_kernel: None, ..weight },
+            bias: None,
+        });
         // Expert `i` has the score `i` times the sum of a row.
         let ranks: Vec<f32> = (0..count).map(|rank| rank as f32 / 64.0).collect();
         let ranks = Array::from_slice(&ranks, &[count, 1]).as_dtype(dtype)?;
-        let gate = concatenate(&vec![ranks; d as usize], 1)?;
+        let router = concatenate(&vec![ranks; d as usize], 1)?;
         let shared = || -> Result<Shared> {
-            let weight = Packed { own_kernel: None, ..packed(9, &[1, d], 8)? };
+            let own = packed(9, &[1, d], 8)?;
+            let gate = match is_ours {
+                true => {
+                    let weight = Packed { own_kernel: None, ..own };
+                    Linear::Quantized { weight, bias: None }
+                }
+                false => dequantized(&own)?,
+            };
             Ok(Shared {
                 expert: block(
-                    [linear(6, &[f, d], 4)?, linear(7, &[f, d], 4)?],
-                    linear(8, &[d, f], 4)?,
+                    [matrix(6, &[f, d], 4)?, matrix(7, &[f, d], 4)?],
+                    matrix(8, &[d, f], 4)?,
                 )?,
-                gate: Some(Linear::Quantized { weight, bias: None }),
+                gate: Some(gate),
             })
         };
-        let moe = Mlp::Sparse(Box::new(Moe {
-            gate: Linear::Dense { weight: gate.into(), bias: None },
-            experts,
+        let moe = Moe {
+            gate: Linear::Dense { weight: router.into(), bias: None },
+            experts: Experts(block([gate, up], down)?),
             top_k: 4,
             norm_topk_prob: true,
             scale: 1.0,
             groups: None,
             shared: has_shared.then(shared).transpose()?,
             ranks: Ranks::alone(),
-        }));
+        };
         for rows in [1, 3, 8] {
-            results.push(moe.residual(&normal(5, &[1, rows, d], dtype)?.abs()?, &norm)?);
+            let x = normal(5, &[1, rows, d], dtype)?.abs()?;
+            results.push(match is_ours {
+                true => Mlp::Sparse(Box::new(moe.clone())).residual(&x, &norm)?,
+                false => one_expert_after_the_other(&moe, &stacks, &x, &norm)?.as_dtype(dtype)?,
+            });
         }
     }
     Ok(results)
+}
+
+fn block(sides: [Linear; 2], down_proj: Linear) -> Result<Block> {
+    Ok(GatedMlp { gate: Gate::Silu, gate_up: Joined::new(sides)?, down_proj }.into())
+}
+
+/// `x + moe(norm x)` in f32, with the dequantized matrices of one expert after the other, of all experts: MLX compiles its
+/// products with packed experts for NVIDIA GPUs when they are first used, in two minutes for those of this check.
+///
+/// `stacks` has the gate, up and down projections of all experts, [E, outputs, inputs]; `x` [1, R, D], same shape back.
+fn one_expert_after_the_other(
+    moe: &Moe,
+    stacks: &[Packed; 3],
+    x: &Array,
+    norm: &RmsNorm,
+) -> Result<Array> {
+    let normed = norm.forward(x)?;
+    let (chosen, shares) = moe.choose(&normed)?;
+    let [gates, ups, downs] = stacks.each_ref().map(dequantized_weight);
+    let (gates, ups, downs) = (gates?, ups?, downs?);
+    let mut y = x.as_dtype(Dtype::Float32)?;
+    for expert in 0..gates.dim(0) {
+        let [gate, up, down] = [&gates, &ups, &downs].map(|stack| stack.try_index(expert));
+        let expert_block = block([floats(gate?), floats(up?)], floats(down?))?;
+        let is_chosen = chosen.eq(Array::from_slice(&[expert as u32], &[1]))?;
+        let share = select(is_chosen, &shares, Array::from_f32(0.0))?.sum_axis(-1, true)?;
+        y = y.add(expert_block.forward(&normed)?.multiply(share)?)?;
+    }
+    match &moe.shared {
+        Some(shared) => Ok(y.add(shared.forward(&normed)?)?),
+        None => Ok(y),
+    }
 }

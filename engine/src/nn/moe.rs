@@ -203,7 +203,7 @@ impl Groups {
 
 impl Shared {
     /// `x` [1, R, D], same shape back.
-    fn forward(&self, x: &Array) -> Result<Array> {
+    pub fn forward(&self, x: &Array) -> Result<Array> {
         let y = self.expert.forward(x)?;
         match &self.gate {
             Some(gate) => Ok(y.multiply(sigmoid(gate.forward(x)?)?)?),
