@@ -152,7 +152,7 @@ const HOUSES: [House; 6] = [
             ("shutdown", ""),
             ("signals", ""),
             ("system", ""),
-            ("talk", "address bundled config hub local"),
+            ("talk", "address bundled config hub local words"),
             ("telemetry", "throttle"),
             ("throttle", ""),
             ("verify", "config hub ranks"),
