@@ -140,8 +140,15 @@ async fn a_model_is_loaded_in_this_process_if_no_server_has_it_or_that_is_asked_
     let error = |asked: Result<_>| format!("{:#}", asked.map(drop).unwrap_err());
     let asked = talk(&file, local, Some(ABSENT)).await;
     assert_eq!(error(asked), "./absent.gguf does not exist");
-    let asked = talk(&file, Server::default(), Some("./other.gguf")).await;
-    assert_eq!(error(asked), "./other.gguf does not exist");
+    let error_of_other = error(talk(&file, Server::default(), Some("./other.gguf")).await);
+    for words in [
+        " does not serve ./other.gguf, but ./absent.gguf, ",
+        "load it: ./other.gguf does not exist",
+    ] {
+        assert!(error_of_other.contains(words), "`{words}` is not in {error_of_other}");
+    }
+    let near = error(talk(&file, Server::default(), Some("absnt.gguf@strict")).await);
+    assert!(near.contains("did you mean `./absent.gguf@strict`?"), "{near}");
     // Nobody listens at this address.
     let mut nowhere = FileConfig::default();
     nowhere.server.port = 0;
