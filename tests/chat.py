@@ -157,6 +157,9 @@ def run(binary: str, work: Path, env: dict[str, str]) -> None:
     assert len(done.stdout) > 1 and "cut off" in done.stderr, done
     done = ask("--max-tokens", "1", "--json-schema", str(schema), "Say seven.", status=1)
     assert "cut off before it was complete" in done.stderr, done
+    # A data folder that cannot be created says how to name another.
+    done = subprocess.run([binary, "list", "--data-dir", str(schema)], env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 1 and "STEERSMAN_DATA_DIR names another" in done.stderr, done
     config = work / "short.toml"
     config.write_text("[engine]\nmax_tokens = 1\n")
     done = ask("--config", str(config), "--think", "on", "Think.", status=1)

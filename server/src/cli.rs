@@ -407,8 +407,12 @@ impl Place {
     pub fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
         let data_dir = self.data_dir()?;
-        create_private_folder(&data_dir)
-            .with_context(|| format!("creating the data folder {}", data_dir.display()))?;
+        create_private_folder(&data_dir).with_context(|| {
+            let folder = data_dir.display();
+            format!(
+                "creating the data folder {folder} (--data-dir or STEERSMAN_DATA_DIR names another)"
+            )
+        })?;
         Ok((file, data_dir))
     }
 }

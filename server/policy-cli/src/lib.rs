@@ -457,7 +457,8 @@ fn test(
         unchecked += golden.without_expectation();
     }
     if failed > 0 {
-        bail!("unexpected answers: {failed}, in {cases} cases");
+        let cases = if cases == 1 { "1 case".into() } else { format!("{cases} cases") };
+        bail!("unexpected answers: {failed}, in {cases}");
     }
     let passed = if cases == 1 { "1 case passes".into() } else { format!("{cases} cases pass") };
     match unchecked {

@@ -103,7 +103,7 @@ fn an_unexpected_answer_is_reported_with_its_line() {
     for line in ["  -   \"every\": 7\n", "  +   \"every\": 0\n"] {
         assert!(failed.contains(line), "{failed}");
     }
-    assert!(failed.contains("error: unexpected answers: 1, in 1 cases"), "{failed}");
+    assert!(failed.contains("error: unexpected answers: 1, in 1 case\n"), "{failed}");
     let misspelled = fail(&["test", "passthrough", &path(&folder, "b.jsonl")]);
     assert!(misspelled.contains("b.jsonl: line 1: "), "{misspelled}");
 }
