@@ -71,7 +71,7 @@ pub use sandbox::{
     compile_if_asked, compiler_limits, this_program,
 };
 pub use schema::{Kind, ParamSchema, Schema, conform, nearest};
-pub use shipped::shipped;
+pub use shipped::{shipped, shipped_names};
 pub use tally::{HookCounts, PolicyCounts};
 pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};
 pub use trust::{Signer, Trust};

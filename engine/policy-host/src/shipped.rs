@@ -78,6 +78,11 @@ pub const SHIPPED: &[Shipped] = &[
     shipped!("tool-guard", &["allow", "deny", "calls", "repeats", "words"]),
 ];
 
+/// The names of the shipped policies.
+pub fn shipped_names() -> impl Iterator<Item = &'static str> {
+    SHIPPED.iter().map(|shipped| shipped.name)
+}
+
 /// Component and golden file of a policy inside the binary.
 pub fn shipped(name: &str) -> Option<(&'static [u8], &'static str)> {
     let shipped = SHIPPED.iter().find(|shipped| shipped.name == name)?;

@@ -31,7 +31,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
     Bundle, CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer,
-    Storage, Trust, schema_beside, shipped,
+    Storage, Trust, nearest, schema_beside, shipped, shipped_names,
 };
 
 /// How often work that takes long is reported.
@@ -270,6 +270,17 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
         Some((component, _)) => (component.to_vec(), None),
         None => {
             let path = if has_file { in_folder } else { file.to_path_buf() };
+            if is_name && !path.exists() {
+                let near = nearest(&name, shipped_names());
+                let advice = match near {
+                    Some(near) => format!("did you mean `{near}`?"),
+                    None => format!(
+                        "the shipped policies are {}",
+                        shipped_names().collect::<Vec<_>>().join(", ")
+                    ),
+                };
+                bail!("there is no policy `{name}`, neither a shipped one nor a file; {advice}");
+            }
             let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
             (bytes, Some(path))
         }

@@ -90,8 +90,8 @@ fn shipped_policies_are_checked_and_pass_their_golden_files() {
         let tested = succeed(&["test", name]);
         assert!(tested.ends_with(" cases pass\n"), "{tested}");
     }
-    let unknown = fail(&["check", "absent"]);
-    assert!(unknown.contains("error: absent: No such file"), "{unknown}");
+    let unknown = fail(&["check", "absent.wasm"]);
+    assert!(unknown.contains("error: absent.wasm: No such file"), "{unknown}");
 }
 
 #[test]
@@ -104,6 +104,15 @@ fn an_unexpected_answer_is_reported_with_its_line() {
         assert!(failed.contains(line), "{failed}");
     }
     assert!(failed.contains("error: unexpected answers: 1, in 1 case\n"), "{failed}");
+    for (name, advice) in
+        [("pasthrough", "did you mean `passthrough`?"), ("other", "the shipped policies are ")]
+    {
+        let failed = fail(&["test", name, &path(&folder, "a.jsonl")]);
+        let words = format!(
+            "error: there is no policy `{name}`, neither a shipped one nor a file; {advice}"
+        );
+        assert!(failed.contains(&words), "{failed}");
+    }
     let misspelled = fail(&["test", "passthrough", &path(&folder, "b.jsonl")]);
     assert!(misspelled.contains("b.jsonl: line 1: "), "{misspelled}");
 }
