@@ -141,6 +141,8 @@ pub enum RequestError {
         status: u16,
         /// What the policy tells the client.
         message: String,
+        /// Seconds after which the client may repeat the request; `None` if the policy does not say.
+        retry_after_s: Option<u32>,
     },
     /// A policy routes the request: it is to be sent to this model or profile instead.
     #[error("a policy routes the request to `{route}`, which this place cannot follow")]

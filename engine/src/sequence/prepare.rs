@@ -214,12 +214,14 @@ impl Preparer {
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let view = self.view(&job.request, bounds, &params, prompt.len(), seed);
         let mut plan = job.request.span.ask(&mut policy, &view)?;
-        if let Some(Refusal { status, message }) = plan.refuse.take() {
+        if let Some(Refusal { status, message, retry_after }) = plan.refuse.take() {
             // Cast: positions fit i32.
             let (reason, prompt_tokens) = ("refused".into(), prompt.len() as u32);
             let summary = Summary { reason, prompt_tokens, ..Summary::default() };
             job.request.span.ask(&mut policy, &summary)?;
-            return Err(RequestError::Refused { status, message }.into());
+            return Err(
+                RequestError::Refused { status, message, retry_after_s: retry_after }.into()
+            );
         }
         if let Some(route) = plan.route.take() {
             match self.check_route(&job.request, &route) {

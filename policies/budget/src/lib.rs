@@ -1,7 +1,7 @@
 //! The policy `budget`: a number of tokens a day for each user, or each API key.
 //!
-//! A request whose sender has used up the budget is refused with 429, before anything is computed. Others may
-//! have as many tokens as are left. Tokens count when a request ends, those of the prompt included, in `kv`;
+//! A request whose sender has used up the budget, or whose prompt alone exceeds what is left, is refused with 429 before
+//! anything is computed. Others may have as many tokens as are left after their prompt. Tokens count when a request ends, those of the prompt included, in `kv`;
 //! a day is one of UTC. Requests that run at the same time do not know of each other, so that together they
 //! may exceed the budget by what they use. The reply has the label `tokens_left`.
 
@@ -82,20 +82,29 @@ impl Policy for Budget {
         let (day, left) = (request.time / DAY, DAY - request.time % DAY);
         let key = format!("{day} {who}");
         let used = kv::get(&key).and_then(|used| used.parse::<i64>().ok()).unwrap_or_default();
-        if used >= settings.tokens_per_day {
-            let message = format!(
-                "the budget of {} tokens a day is used up; it begins anew in {} minutes",
-                settings.tokens_per_day,
-                left.div_ceil(60)
-            );
-            return Plan {
-                note,
-                refuse: Some(Refusal { status: 429, message }),
-                ..Plan::default()
+        let (budget, prompt) = (settings.tokens_per_day, i64::from(request.prompt_tokens));
+        let tokens_left = budget - used;
+        if tokens_left <= prompt {
+            let problem = match tokens_left {
+                ..=0 => format!("the budget of {budget} tokens a day is used up"),
+                _ => format!(
+                    "the prompt has {prompt} tokens, and of the budget of {budget} tokens a day {tokens_left} are left"
+                ),
             };
+            // A prompt that exceeds a whole day's budget is refused tomorrow, too.
+            let (advice, retry_after) = match prompt < budget {
+                true => {
+                    let minutes = left.div_ceil(60);
+                    (format!("it begins anew in {minutes} minutes"), u32::try_from(left).ok())
+                }
+                false => ("send a shorter prompt".to_owned(), None),
+            };
+            let message = format!("{problem}; {advice}");
+            let refuse = Some(Refusal { status: 429, message, retry_after });
+            return Plan { note, refuse, ..Plan::default() };
         }
-        (self.key, self.tokens_per_day) = (key, settings.tokens_per_day);
-        let left = u32::try_from(settings.tokens_per_day - used).unwrap_or(u32::MAX);
+        (self.key, self.tokens_per_day) = (key, budget);
+        let left = u32::try_from(tokens_left - prompt).unwrap_or(u32::MAX);
         let reasoning = request.reasoning;
         let reasoning_budget = request.reasoning_budget;
         Plan { reasoning, reasoning_budget, max_tokens: Some(left), note, ..Plan::default() }
@@ -126,6 +135,48 @@ mod tests {
     use steersman_policy::Caller;
 
     use super::*;
+
+    /// The plan for a request with a prompt of so many tokens, of a sender who used none today.
+    fn planned(prompt_tokens: u32, time: u64) -> Plan {
+        let params = vec![("tokens_per_day".into(), "100".into())];
+        let caller = Caller { user: format!("planned {time}"), ..Caller::default() };
+        Budget::default().on_request(RequestView {
+            params,
+            caller,
+            time,
+            prompt_tokens,
+            ..RequestView::default()
+        })
+    }
+
+    /// A prompt larger than what is left was computed.
+    #[test]
+    fn a_prompt_counts_before_it_is_computed() {
+        assert_eq!(planned(40, 5).max_tokens, Some(60));
+        assert_eq!(planned(99, 5).max_tokens, Some(1));
+        let refusal = planned(100, 5).refuse.unwrap();
+        assert_eq!((refusal.status, refusal.retry_after), (429, None));
+        let expected = "the prompt has 100 tokens, and of the budget of 100 tokens a day 100 are left; send a shorter \
+                        prompt";
+        assert_eq!(refusal.message, expected);
+    }
+
+    /// `Retry-After` was two seconds.
+    #[test]
+    fn a_refusal_says_when_the_budget_begins_anew() {
+        let (mut policy, time) = (Budget::default(), 9 * DAY + DAY - 90);
+        let request = || {
+            let params = vec![("tokens_per_day".into(), "100".into())];
+            RequestView { params, time, prompt_tokens: 20, ..RequestView::default() }
+        };
+        assert_eq!(policy.on_request(request()).refuse, None);
+        policy.on_finish(Summary { prompt_tokens: 20, answer_tokens: 65, ..Summary::default() });
+        let refusal = Budget::default().on_request(request()).refuse.unwrap();
+        assert_eq!(refusal.retry_after, Some(90));
+        let expected = "the prompt has 20 tokens, and of the budget of 100 tokens a day 15 are left; it begins anew in 2 \
+                        minutes";
+        assert_eq!(refusal.message, expected);
+    }
 
     /// Whether a request of `user` with the key `key` on a day is refused, and how many tokens it may have.
     fn request(user: &str, key: &str, day: u64, count_by: &str) -> (bool, Option<u32>) {

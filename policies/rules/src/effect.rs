@@ -40,7 +40,10 @@ pub fn of_request(entries: &[(&str, Entry)]) -> Result<Effect, Mistakes> {
             "loops" => plan.loops = Some(loops(entry)?),
             "retain" => plan.retain = Some(retain(entry)?),
             "form" => plan.form = Some(form(entry)?),
-            "refuse" => plan.refuse = Some(Refusal { status: 403, message: entry.text()? }),
+            "refuse" => {
+                let message = entry.text()?;
+                plan.refuse = Some(Refusal { status: 403, message, retry_after: None });
+            }
             "status" => match entry.number()? {
                 number @ 400..=499 => status = Some((number as u16, entry)),
                 _ => return entry.error("must be an HTTP status from 400 to 499"),

@@ -87,6 +87,7 @@ impl Policy for Rules {
             prepared.problems.extend(mistakes);
             None
         });
+        prepared.problems.extend(params.param("strict").and_then(problem_of_strict));
         let has = |is: fn(&Effect) -> bool| rules.iter().flatten().any(|rule| is(&rule.effect));
         // Else answers and tool calls would wait for rules that do not exist.
         let needed = [
@@ -124,6 +125,7 @@ impl Policy for Rules {
 
     fn on_request(&mut self, mut request: RequestView) -> Plan {
         let mut notes = unknown_params(&request);
+        notes.extend(request.param("strict").and_then(problem_of_strict));
         let strict = request.param("strict") == Some("true");
         let text = take(&mut request.params);
         let seen = SeenRequest::new(&request, &self.system);
@@ -229,6 +231,12 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
     let names = request.params.iter().map(|(name, _)| name.as_str());
     let unknown = names.filter(|name| !["rules", "strict"].contains(name));
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
+}
+
+/// The problem of the parameter `strict`, if it is neither true nor false.
+fn problem_of_strict(text: &str) -> Option<String> {
+    let is_known = ["true", "false"].contains(&text);
+    (!is_known).then(|| format!("parameter `strict` cannot be `{text}`: it is `true` or `false`"))
 }
 
 /// The edits that rules of `on-prompt` make in system text.

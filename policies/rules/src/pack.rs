@@ -352,7 +352,7 @@ packed! {
     Bias { tokens, steps }
     TokenBias { token, bias }
     SamplingChange { sampling, steps }
-    Refusal { status, message }
+    Refusal { status, message, retry_after }
     Replacement { old, new, is_word }
 }
 

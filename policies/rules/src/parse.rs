@@ -7,7 +7,7 @@ use steersman_policy::Phase;
 use toml::de::{DeTable, DeValue};
 
 use super::effect;
-use super::entry::{Entry, MAX_MISTAKES, Mistakes, both, each, line};
+use super::entry::{Entry, MAX_MISTAKES, Mistakes, both, each, line, whole};
 use super::rule::{Effect, Rule, StepEffect};
 use super::when::{Condition, Texts, waits_for_event, waits_for_loop};
 
@@ -239,13 +239,21 @@ fn rule(entry: &Entry) -> Result<Rule, Mistakes> {
         }
         Ok(())
     });
-    let hook = hook(&effect, when.iter().chain(&unless));
-    let read = both(both(read, conditioned), hook);
-    // With a wrong key, nobody knows in which hook the rule applies.
-    let hook = match read {
-        Ok((_, hook)) => hook,
-        Err(mistakes) => return Err(mistakes),
+    let (hook, hooked) = hook(&effect, when.iter().chain(&unless));
+    let read = both(both(read, conditioned), both(hooked, satisfiable(&when, &unless)));
+    // The values of a wrong key are not read: nobody knows what was meant.
+    let is_of_hook =
+        |(key, _): &(&str, Entry)| DO.iter().any(|(name, hooks)| name == key && hooks & hook != 0);
+    let effect: Vec<_> = effect.into_iter().filter(is_of_hook).collect();
+    let effect = match hook {
+        _ if effect.is_empty() => Err(Mistakes::new()),
+        PROMPT => effect::of_prompt(&effect),
+        REQUEST => effect::of_request(&effect),
+        STEP => effect::of_step(&effect),
+        TOOL_CALL => effect::of_tool_call(&effect),
+        _ => effect::of_text(&effect),
     };
+    let (_, effect) = both(read, effect)?;
     let has_times = hook & (STEP | TOOL_CALL) != 0;
     if times.is_some() && !has_times {
         let place = entry.place();
@@ -257,13 +265,6 @@ fn rule(entry: &Entry) -> Result<Rule, Mistakes> {
         return Err(vec![problem]);
     }
     let when = conditions;
-    let effect = match hook {
-        PROMPT => effect::of_prompt(&effect)?,
-        REQUEST => effect::of_request(&effect)?,
-        STEP => effect::of_step(&effect)?,
-        TOOL_CALL => effect::of_tool_call(&effect)?,
-        _ => effect::of_text(&effect)?,
-    };
     if let Effect::Step(effects) = &effect
         && effects.contains(&StepEffect::RewindLoop)
         && !waits_for_loop(&when)
@@ -275,15 +276,35 @@ fn rule(entry: &Entry) -> Result<Rule, Mistakes> {
     Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, effect })
 }
 
-/// The hook in which a rule applies: the first in which all its keys are available.
+/// Fails if the conditions can never hold together, so that the rule would wait for ever.
+fn satisfiable(when: &[(&str, Entry)], unless: &[(&str, Entry)]) -> Result<(), Mistakes> {
+    let read = |one: &(&str, Entry)| condition(one).ok().flatten();
+    each(when, |one| {
+        let (key, entry) = one;
+        let same = unless.iter().find(|(other, _)| other == key);
+        if same.is_some_and(|same| read(same).is_some_and(|same| read(one) == Some(same))) {
+            return entry.error("has the same value in `unless`: the rule can never apply");
+        }
+        let over = when.iter().find(|(other, _)| *key == "user_under" && *other == "user_over");
+        let range = over.and_then(|(_, over)| Some((whole(over.value)?, whole(entry.value)?)));
+        match range {
+            Some((over, under)) if under <= over.saturating_add(1) => entry.error(&format!(
+                "is {under} and `when.user_over` {over}: no text is between them, and the rule can never apply"
+            )),
+            _ => Ok(()),
+        }
+    })
+}
+
+/// The hook in which a rule applies: the first in which all its keys are available, wrong ones left out.
 fn hook<'a>(
     effect: &'a [(&'a str, Entry<'a>)],
     when: impl Iterator<Item = &'a (&'a str, Entry<'a>)>,
-) -> Result<Hooks, Mistakes> {
+) -> (Hooks, Result<(), Mistakes>) {
     let mut hooks = ALL;
     // `do` comes first, so that a message names the condition that does not fit.
     let all = effect.iter().map(|e| (DO, e)).chain(when.map(|e| (WHEN, e)));
-    each(all, |(table, (key, entry))| {
+    let read = each(all, |(table, (key, entry))| {
         let Some((_, known)) = table.iter().find(|(name, _)| name == key) else {
             let allowed: Vec<_> = table.iter().map(|(name, _)| *name).collect();
             return entry.unknown(&allowed);
@@ -297,8 +318,8 @@ fn hook<'a>(
         }
         hooks &= known;
         Ok(())
-    })?;
-    Ok(hooks & hooks.wrapping_neg()) // the lowest bit
+    });
+    (hooks & hooks.wrapping_neg(), read) // the lowest bit
 }
 
 /// When the first of these hooks is called, for messages.

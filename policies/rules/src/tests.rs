@@ -423,7 +423,7 @@ fn a_rule_refuses_a_request_or_limits_its_reply_and_tools() {
         let caller = Caller { key: key.into(), user: of.into(), ..Caller::default() };
         with(rules, RequestView { user: user.into(), caller, ..RequestView::default() }).1
     };
-    let refusal = Refusal { status: 451, message: "Not here.".into() };
+    let refusal = Refusal { status: 451, message: "Not here.".into(), retry_after: None };
     assert_eq!(request("A secret?", "0123456789abcdef", "").refuse, Some(refusal));
     assert_eq!(request("A secret?", "", "").refuse, None);
     let known = request("Hello", "", "fedcba9876543210");
@@ -469,6 +469,47 @@ fn rules_are_packed_once_and_a_mistake_is_a_problem() {
     );
 }
 
+/// `strict = "maybe"` was `false`, and a rule that can never apply was accepted.
+#[test]
+fn what_can_have_no_effect_is_a_mistake() {
+    let problems = |name: &str, text: &str| {
+        let params = [("rules", "[[rule]]\ndo.note = 'n'"), (name, text)];
+        let params = params.map(|(name, text)| (name.to_owned(), text.to_owned())).to_vec();
+        let view = ParamsView { params: params.clone(), ..ParamsView::default() };
+        let problems = Rules::default().on_params(view).problems;
+        let request = RequestView { params, ..RequestView::default() };
+        (problems, Rules::default().on_request(request).note.unwrap_or_default())
+    };
+    let maybe = "parameter `strict` cannot be `maybe`: it is `true` or `false`";
+    assert_eq!(problems("strict", "maybe"), (vec![maybe.to_owned()], format!("{maybe}; n")));
+    for known in ["true", "false"] {
+        assert_eq!(problems("strict", known), (Vec::new(), "n".into()));
+    }
+    for (conditions, expected) in [
+        ("when.tools = ['a']\nunless.tools = ['a']", "`when.tools` has the same value in `unless`"),
+        (
+            "when.can_reason = true\nunless.can_reason = true",
+            "`when.can_reason` has the same value",
+        ),
+        (
+            "when = { user_under = 11, user_over = 10 }",
+            "`when.user_under` is 11 and `when.user_over` 10",
+        ),
+        ("when = { user_under = 5, user_over = 10 }", "no text is between them"),
+    ] {
+        let problem = check(&format!("[[rule]]\n{conditions}\ndo.note = 'n'")).unwrap_err();
+        assert!(problem.starts_with("rule 1, line 2: "), "{problem}");
+        assert!(problem.contains(expected) && problem.contains("can never apply"), "{problem}");
+    }
+    for conditions in [
+        "when.tools = ['a']\nunless.tools = ['b']",
+        "when = { user_under = 12, user_over = 10 }",
+        "when.user_under = 10\nunless.user_over = 20",
+    ] {
+        check(&format!("[[rule]]\n{conditions}\ndo.note = 'n'")).unwrap();
+    }
+}
+
 #[test]
 fn a_key_that_is_spelt_like_another_is_told_with_it() {
     for (rule, expected) in [
@@ -489,7 +530,7 @@ fn a_key_that_is_spelt_like_another_is_told_with_it() {
 #[test]
 fn all_mistakes_are_told_with_their_rules_and_lines() {
     let rules = "[[rule]]\nwhen = { usr_over = 5, user_under = 'x' }\nunless = { phase = 'x' }\n\
-                 do = { nte = 'n' }\n\
+                 do = { nte = 'n', ban = [] }\n\
                  [[rule]]\ndo = { reasoning = 1, temperature = 11, note = 'n', max_tokens = 0 }\n\
                  [[rule]]\ndo = { note = 'right' }\n\
                  [[rule]]\ndo = 5\nwhat = 1\n\
@@ -502,6 +543,7 @@ fn all_mistakes_are_told_with_their_rules_and_lines() {
         "rule 1, line 2: `when.user_under` must be",
         "rule 1, line 3: `unless.phase` must be",
         "rule 1, line 4: unknown key `do.nte`",
+        "rule 1, line 4: `do.ban` must be a text",
         "rule 1, line 2: unknown key `when.usr_over`",
         "rule 2, line 6: `do.reasoning` must be true or false",
         "rule 2, line 6: `do.temperature` must be",
@@ -516,7 +558,7 @@ fn all_mistakes_are_told_with_their_rules_and_lines() {
         let count = problems.iter().filter(|problem| problem.starts_with(&expected)).count();
         assert_eq!(count, 1, "{expected} is in {problems:#?}");
     }
-    assert_eq!(problems.len(), 12, "{problems:#?}");
+    assert_eq!(problems.len(), 13, "{problems:#?}");
     // A limit that all further rules exceed is one mistake, and of many mistakes the first are told.
     let many = check(&"[[rule]]\ndo = { ban = [1] }\n".repeat(40)).unwrap_err();
     assert_eq!(many.matches("with this rule").count(), 1, "{many}");

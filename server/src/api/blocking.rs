@@ -27,5 +27,6 @@ pub fn internal(error: impl Display) -> ApiError {
         request_id: String::new(),
         is_about_prompt: false,
         retry_after_s: None,
+        is_final: false,
     }
 }

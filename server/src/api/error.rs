@@ -8,7 +8,7 @@ mod body;
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use steersman_engine::policy::nearest;
@@ -22,6 +22,13 @@ use crate::words::suggestion;
 
 /// `Retry-After` of a 429 and of the errors in [`PASSING`], in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
+
+/// Longest `Retry-After` for which clients of OpenAI and Anthropic wait by themselves, in seconds. After a longer one they repeat
+/// the request at once, unless [`SHOULD_RETRY`] tells them not to.
+const PATIENCE_S: u32 = 60;
+
+/// Whether a client should repeat the request by itself: the packages of OpenAI and Anthropic obey this header.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// `code` of errors for lack of room.
 const NO_ROOM: &str = "server_busy";
@@ -74,6 +81,8 @@ pub struct ApiError {
     pub is_about_prompt: bool,
     /// Seconds after which the client may try again, if somebody said so.
     pub retry_after_s: Option<u32>,
+    /// Whether a repeated request would be refused as well, so that clients which repeat a 429 by themselves should not.
+    pub is_final: bool,
 }
 
 /// Names that other APIs have for a field, the most general name first. Whoever leaves such a field out loses what it asks for.
@@ -120,6 +129,19 @@ impl ApiError {
             (None, None) => format!("`{path}` is an unknown field; leave it out"),
         };
         Self::invalid("unknown_parameter", path, message)
+    }
+
+    /// This error about an unknown field, which names `others` as well, so that a body is mended at once.
+    pub fn and_unknown<'a>(
+        mut self,
+        others: impl Iterator<Item = &'a String>,
+        known: impl Iterator<Item = &'a str> + Clone,
+    ) -> Self {
+        for other in others {
+            let Self { message, .. } = Self::unknown_field(other, known.clone());
+            self.message = cut(format!("{}. {message}", self.message), MESSAGE_BYTES);
+        }
+        self
     }
 
     /// A known but unsupported field or value.
@@ -179,6 +201,14 @@ impl ApiError {
         let message = "the key is missing or wrong: send `Authorization: Bearer KEY` or `x-api-key: KEY`, \
                        with one of the api_keys of the server's configuration or one that \
                        `steersman keys create` made";
+        let kind = "authentication_error";
+        Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
+    }
+
+    /// A key that nobody has, on a server that answers requests without a key, but has profiles with keys.
+    pub fn unknown_key() -> Self {
+        let message = "this server does not know the key, and some of its profiles have keys: correct the key, or leave \
+                       it out (clients that must send one send `none`) for the profiles without keys";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
@@ -366,8 +396,9 @@ impl ApiError {
         Self::new(status, "server_error", "policy_not_compiled", "", message)
     }
 
-    /// A request that a policy refuses with this status, 400 to 499.
-    fn refused_by_policy(status: u16, message: String) -> Self {
+    /// A request that a policy refuses with this status, 400 to 499. If it says when the request may be repeated, clients
+    /// may wait for that themselves up to [`PATIENCE_S`]; otherwise nothing but time or the sender changes its answer.
+    fn refused_by_policy(status: u16, message: String, retry_after_s: Option<u32>) -> Self {
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::FORBIDDEN);
         let kind = match status {
             StatusCode::UNAUTHORIZED => "authentication_error",
@@ -375,7 +406,12 @@ impl ApiError {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             _ => INVALID,
         };
-        Self::new(status, kind, "refused_by_policy", "", message)
+        let is_final = retry_after_s.is_none_or(|seconds| seconds > PATIENCE_S);
+        Self {
+            retry_after_s,
+            is_final,
+            ..Self::new(status, kind, "refused_by_policy", "", message)
+        }
     }
 
     /// An upstream that did not answer.
@@ -455,8 +491,17 @@ impl ApiError {
     ) -> Self {
         let param = Some(cut(param.into(), PARAM_BYTES)).filter(|param| !param.is_empty());
         let (message, request_id) = (cut(message.into(), MESSAGE_BYTES), String::new());
-        let (is_about_prompt, retry_after_s) = (false, None);
-        Self { status, kind, code, param, message, request_id, is_about_prompt, retry_after_s }
+        Self {
+            status,
+            kind,
+            code,
+            param,
+            message,
+            request_id,
+            is_about_prompt: false,
+            retry_after_s: None,
+            is_final: false,
+        }
     }
 
     /// An error about the prompt of a request; [`Self::in_fields`] names its field.
@@ -491,11 +536,14 @@ impl ApiError {
     pub fn respond(&self, dialect: Dialect) -> Response {
         let mut response = (self.status, Json(self.body(dialect))).into_response();
         let headers = response.headers_mut();
-        if self.status == StatusCode::TOO_MANY_REQUESTS || PASSING.contains(&self.code) {
-            headers.insert(
-                header::RETRY_AFTER,
-                self.retry_after_s.unwrap_or(RETRY_AFTER_SECONDS).into(),
-            );
+        let is_passing =
+            self.status == StatusCode::TOO_MANY_REQUESTS || PASSING.contains(&self.code);
+        let soon = (is_passing && !self.is_final).then_some(RETRY_AFTER_SECONDS);
+        if let Some(seconds) = self.retry_after_s.or(soon) {
+            headers.insert(header::RETRY_AFTER, seconds.into());
+        }
+        if self.is_final {
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -579,7 +627,9 @@ impl From<Error> for ApiError {
                 RequestError::Structure { path, .. } => {
                     Self::invalid("unsupported_structure", path.clone(), message)
                 }
-                RequestError::Refused { status, .. } => Self::refused_by_policy(*status, message),
+                RequestError::Refused { status, retry_after_s, .. } => {
+                    Self::refused_by_policy(*status, message, *retry_after_s)
+                }
                 // Nobody has followed it.
                 RequestError::Routed { .. } => Self::invalid("routed", "model", message),
                 RequestError::RouteClosed { .. } => {

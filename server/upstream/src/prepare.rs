@@ -144,9 +144,9 @@ pub fn prepare(
         let summary = Summary { reason: reason.into(), prompt_tokens, ..Summary::default() };
         request.span.ask(&mut session, &summary).map(drop)
     };
-    if let Some(Refusal { status, message }) = plan.refuse.take() {
+    if let Some(Refusal { status, message, retry_after }) = plan.refuse.take() {
         finish("refused")?;
-        return Err(RequestError::Refused { status, message }.into());
+        return Err(RequestError::Refused { status, message, retry_after_s: retry_after }.into());
     }
     if let Some(route) = plan.route.take() {
         let is_granted = profile.routes.contains(&route);

@@ -127,7 +127,7 @@ fn some_plan(random: &mut Random) -> Plan {
         },
         refuse: {
             let message = format!("refusal {}", random.below(99));
-            maybe(random, Refusal { status: 403, message })
+            maybe(random, Refusal { status: 403, message, retry_after: None })
         },
         max_tokens: maybe(random, budget + 1),
         stop: (0..random.below(4)).map(|_| format!("stop {}", random.below(4))).collect(),
