@@ -102,6 +102,11 @@ ALERTS = {
         {'steersman_policy_update_rejected{policy="p"}': "1x30"},
         {'steersman_policy_update_rejected{policy="p"}': "0x30"},
     ),
+    "SteersmanPolicyParameterProblem": (
+        1,
+        {'steersman_policy_parameter_problem{profile="p",param="rules"}': "1x30"},
+        {'steersman_policy_parameter_problem{profile="p",param="rules"}': "0x30"},
+    ),
 }
 
 

@@ -137,6 +137,11 @@ def main():
         assert prefill["prompt_tokens"] == usage["prompt_tokens"] and prefill["cached_tokens"] == 0, prefill
         hooks = [it["value"]["stringValue"] for span in children for it in span["attributes"] if it["key"] == "hook"]
         assert hooks == ["on-prompt", "on-request", "on-finish"], hooks
+        # Each call of one policy is below that of the chain.
+        calls = {span["spanId"] for span in children if span["name"] == "hook"}
+        of_policies = [span for span in spans if span["name"] == "policy" and span["traceId"] == request["traceId"]]
+        assert [attributes_of(span)["policy"] for span in of_policies] == ["default"] * len(hooks), of_policies
+        assert {span["parentSpanId"] for span in of_policies} == calls, of_policies
         assert all(span["traceId"] == request["traceId"] for span in children)
         times = {span["name"]: (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) for span in children}
         begin, end = int(request["startTimeUnixNano"]), int(request["endTimeUnixNano"])

@@ -103,8 +103,8 @@ export function policies(element, state) {
     // A breaker counts seconds: a card is made again only if it shows something else, so that what is open stays open.
     keyed(cards, report.policies, (policy) => JSON.stringify(policy), (policy) => card(policy, state, act), () => {});
     if (!report.policies.length) cards.replaceChildren(empty("No policy", "The profiles of this key name none."));
-    params.replaceChildren(...(report.params.length ? [h("section", { class: "card" }, h("h2", {}, "Parameters from files"), h("ul", { class: "uses" }, report.params.map((param) =>
-      h("li", {}, h("span", { class: "strong" }, `${param.profile}: ${param.param}`), h("code", {}, param.file), param.problem ? h("span", { class: "bad-text" }, param.problem.message) : chip("read", "finished")))))] : []));
+    params.replaceChildren(...(report.params.length ? [h("section", { class: "card" }, h("h2", {}, "Parameters"), h("ul", { class: "uses" }, report.params.map((param) =>
+      h("li", {}, h("span", { class: "strong" }, `${param.profile}: ${param.param}`), h("code", {}, param.file ?? "in the configuration"), param.problem ? h("span", { class: "bad-text" }, param.problem.message) : chip("read", "finished")))))] : []));
   }
   return poll(refresh, 2000);
 }

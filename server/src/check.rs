@@ -12,11 +12,13 @@ use anyhow::{Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
 use steersman_engine::config::{Config, context_note};
-use steersman_engine::policy::{Error, Policies, PolicyConfig, ProfilePolicies, Storage};
+use steersman_engine::policy::{
+    Error, ParamReport, Policies, PolicyConfig, ProfilePolicies, Report, Storage,
+};
 use steersman_engine::request::Message;
 use steersman_upstream::is_upstream_of;
 
-use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, Source, is_listened_on};
+use crate::config::{FILE_BYTES, FileConfig, Problem, ServerConfig, is_listened_on};
 use crate::hub;
 use crate::keys::{self, Keys};
 use crate::models::problems_of_continuation;
@@ -46,8 +48,8 @@ pub fn run(
     let problems = match FileConfig::recover(path) {
         Ok((mut file, problems_of_text)) => {
             file.policy.compiler = compiler;
-            let notes = notes(&file.server, data_dir);
-            let problems = problems(file, problems_of_text, data_dir, storage, out)?;
+            let mut notes = notes(&file.server, data_dir);
+            let problems = problems(file, problems_of_text, data_dir, storage, &mut notes);
             for note in notes {
                 writeln!(out, "{note}")?;
             }
@@ -63,6 +65,24 @@ pub fn run(
         1 => bail!("{}: 1 problem", path.display()),
         several => bail!("{}: {several} problems", path.display()),
     }
+}
+
+/// The error of a server that does not start with the configuration in `path` because of `error`: all problems that
+/// [`run`] finds, or `error` if it finds none.
+pub fn all_problems(
+    path: Option<&Path>,
+    data_dir: Option<&Path>,
+    storage: &Storage,
+    compiler: Option<PathBuf>,
+    error: anyhow::Error,
+) -> anyhow::Error {
+    let Some(Ok((mut file, problems_of_text))) = path.map(FileConfig::recover) else {
+        return error;
+    };
+    let source = file.source.clone();
+    file.policy.compiler = compiler;
+    let problems = problems(file, problems_of_text, data_dir, storage, &mut Vec::new());
+    if problems.is_empty() { error } else { anyhow!(source.message(&problems)) }
 }
 
 /// What a server with this configuration warns of.
@@ -85,14 +105,14 @@ fn notes(server: &ServerConfig, data_dir: Option<&Path>) -> Vec<String> {
     )]
 }
 
-/// All problems, after those of the text. Prints what is no problem yet: models that the server would download.
+/// All problems, after those of the text. Adds to `notes` what is no problem yet: models that the server would download.
 fn problems(
     file: FileConfig,
     mut located: Vec<Problem>,
     data_dir: Option<&Path>,
     storage: &Storage,
-    out: &mut impl Write,
-) -> Result<Vec<Problem>> {
+    notes: &mut Vec<String>,
+) -> Vec<Problem> {
     let source = file.source.clone();
     // Without a problem of the text, those of its values are still to be found.
     let mut problems = if located.is_empty() { file.problems() } else { Vec::new() };
@@ -104,9 +124,7 @@ fn problems(
             Ok(true) if key != "speculation.draft_model" => {
                 let context = hub::context_of(model, room);
                 let note = context.and_then(|model| context_note(config.engine.context, model));
-                if let Some(note) = note {
-                    writeln!(out, "warning: {key}: {note}")?;
-                }
+                notes.extend(note.map(|note| format!("warning: {key}: {note}")));
             }
             Ok(true) => {}
             Ok(false) => {
@@ -115,7 +133,8 @@ fn problems(
                 } else {
                     "a server would download it"
                 };
-                writeln!(out, "{key}: {model} is not on this machine; {then}")?;
+                let note = format!("{key}: {model} is not on this machine; {then}");
+                notes.push(source.locate(note).to_string());
             }
             Err(error) => problems.push(format!("{key}: {error:#}")),
         }
@@ -135,7 +154,7 @@ fn problems(
     located.extend(problems.into_iter().map(|problem| source.locate(problem)));
     // Those without a line come last.
     located.sort_by_key(|problem| problem.line.unwrap_or(usize::MAX));
-    Ok(located)
+    located
 }
 
 /// Where a server could not listen or write: what is only known when it tries, without trying.
@@ -219,29 +238,6 @@ fn models<'a>(server: &'a ServerConfig, config: &'a Config) -> Vec<(String, &'a 
     models
 }
 
-/// The error of a server whose policies cannot be loaded because of `error`: all their problems, as
-/// `steersman check` finds them.
-pub fn error_of_policies(
-    config: &Config,
-    source: &Source,
-    storage: &Storage,
-    error: steersman_engine::Error,
-) -> anyhow::Error {
-    let problems = problems_of_policies(config, storage);
-    let has = |text: &str| problems.iter().any(|problem| problem.contains(text));
-    let is_among_them = match &error {
-        steersman_engine::Error::Policy(Error::Refused { problem, .. }) => has(problem),
-        steersman_engine::Error::Policy(Error::Params { .. }) => true,
-        // Also that of two profiles which are right alone.
-        _ => false,
-    };
-    if !is_among_them {
-        return error.into();
-    }
-    let problems: Vec<_> = problems.into_iter().map(|problem| source.locate(problem)).collect();
-    anyhow!(source.message(&problems))
-}
-
 /// What keeps a server from starting with a configuration though its values are right: models, policies and files of profiles
 /// that are not there or cannot be loaded. Policies are compiled with the cache in `storage`.
 pub fn problems_of_files(server: &ServerConfig, config: &Config, storage: &Storage) -> Vec<String> {
@@ -271,76 +267,22 @@ fn loaded(
 
 /// Policies that cannot be loaded, and their parameters that cannot be used.
 fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
-    let (mut problems, profiles) = (Vec::new(), config.profile_policies());
-    // Without a profile, problems of `[policy]` would not be found.
-    if profiles.is_empty()
-        && let Err(error) = loaded(&config.policy, &profiles, storage)
-    {
-        problems.push(error.to_string());
-    }
-    for (name, profile) in profiles {
-        // A problem of `[policy]` concerns all profiles.
-        for problem in problems_of_profile(&config.policy, &name, profile, storage) {
-            if !problems.contains(&problem) {
-                problems.push(problem);
-            }
+    let profiles = config.profile_policies();
+    match loaded(&config.policy, &profiles, storage) {
+        Err(error) => error.lines(&profiles),
+        // A server starts without them, or with an earlier version.
+        Ok(policies) => {
+            let Report { policies, params } = policies.report();
+            let of_policies =
+                policies.into_iter().filter_map(|policy| Some(policy.problem?.message));
+            let of_params =
+                params.into_iter().filter_map(|ParamReport { profile, param, problem, .. }| {
+                    let key = if param.is_empty() { String::new() } else { format!(".{param}") };
+                    Some(format!("profiles.{profile}.params{key}: {}", problem?.message))
+                });
+            of_policies.chain(of_params).collect()
         }
     }
-    problems
-}
-
-/// The problems of the policies of profile `name`. A policy that cannot be loaded is left out, so that those of the others
-/// are found as well; but then nobody knows who has which parameters.
-fn problems_of_profile(
-    config: &PolicyConfig,
-    name: &str,
-    mut profile: ProfilePolicies,
-    storage: &Storage,
-) -> Vec<String> {
-    let mut problems = Vec::new();
-    loop {
-        let profiles = BTreeMap::from([(name.to_owned(), profile.clone())]);
-        match loaded(config, &profiles, storage) {
-            Err(Error::Refused { policy, problem, .. }) => {
-                let chains = [("policies", &mut profile.policies), ("shadow", &mut profile.shadow)];
-                let mut found = None;
-                for (key, chain) in chains {
-                    let length = chain.len();
-                    chain.retain(|entry| !is_of(entry, &policy));
-                    if chain.len() < length {
-                        found.get_or_insert(key);
-                    }
-                }
-                let key = found.unwrap_or("policies");
-                problems.push(format!("profiles.{name}.{key}: policy `{policy}`: {problem}"));
-                profile.params.clear();
-                if found.is_none() || profile.policies.is_empty() && profile.shadow.is_empty() {
-                    return problems;
-                }
-            }
-            Err(Error::Params { problems: params, .. }) => {
-                let line = |(param, problem)| format!("profiles.{name}.params.{param}: {problem}");
-                problems.extend(params.into_iter().map(line));
-                return problems;
-            }
-            Err(error) => {
-                problems.push(error.to_string());
-                return problems;
-            }
-            // A server starts without them, or with an earlier version.
-            Ok(policies) => {
-                let reports = policies.report().policies.into_iter();
-                problems.extend(reports.filter_map(|policy| Some(policy.problem?.message)));
-                problems.extend(policies.unusable_params().iter().cloned());
-                return problems;
-            }
-        }
-    }
-}
-
-/// Whether the `entry` of a chain is the policy `policy`, by its name or by the name of its file.
-fn is_of(entry: &str, policy: &str) -> bool {
-    entry == policy || Path::new(entry).file_stem().is_some_and(|stem| stem == policy)
 }
 
 /// Files in `warm` that cannot be read or parsed.

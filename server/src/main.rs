@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use clap::error::{ContextKind, ContextValue};
 use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 use futures_util::future::select_all;
@@ -36,7 +37,7 @@ use tokio::runtime::Runtime;
 
 use self::cli::{
     Bench, Cache, Calibrate, Chat, Check, Cli, Command, Common, Doctor, Join, Keys, Managed, Mcp,
-    Run, Serve, Verify, configured,
+    Run, Serve, Verify, configured, tip_for,
 };
 
 /// Also MLX's: `override` exports its functions under the names of the C library's.
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
         steersman_log::to_stderr();
         return status_of(ranks::follow());
     }
-    let cli = Cli::parse_from(ranks::arguments());
+    let cli = Cli::try_parse_from(ranks::arguments()).unwrap_or_else(|error| exit_with(&error));
     match cli.command {
         Command::Chat(_)
         | Command::Run(_)
@@ -112,6 +113,19 @@ fn main() -> ExitCode {
     status_of(done)
 }
 
+/// Prints an error in the command line, with what to type for a command of other programs.
+fn exit_with(error: &clap::Error) -> ! {
+    let tip = error.get(ContextKind::InvalidSubcommand).and_then(|name| match name {
+        ContextValue::String(name) => tip_for(name),
+        _ => None,
+    });
+    if let Some(tip) = tip {
+        eprintln!("error: {tip}");
+        std::process::exit(2);
+    }
+    error.exit()
+}
+
 /// The exit status of a command, whose error is printed.
 fn status_of(done: Result<()>) -> ExitCode {
     match done {
@@ -146,7 +160,13 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     let Serve { common, model, host, port, ranks, over, wait_for, rank_key, rank_address } =
         options;
     let (path, device) = (common.place.config.clone(), common.device);
-    let (mut file, data_dir) = common.read(model.clone())?;
+    let place = common.place.clone();
+    let all_problems = |error| {
+        let (data_dir, storage) = (place.clone().data_dir().ok(), place.clone().compile_cache());
+        let (path, data_dir) = (place.config.as_deref(), data_dir.as_deref());
+        check::all_problems(path, data_dir, &storage, this_program(), error)
+    };
+    let (mut file, data_dir) = common.read(model.clone()).map_err(all_problems)?;
     let apply = move |file: &mut FileConfig| {
         file.server.host = host.clone().unwrap_or(file.server.host.clone());
         file.server.port = port.unwrap_or(file.server.port);
@@ -154,8 +174,9 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
         file.model.device = device.unwrap_or(file.model.device);
     };
     apply(&mut file);
-    let source = file.source.clone();
-    let (server, config) = file.check()?;
+    let (server, config) = file.check().map_err(all_problems)?;
+    // Before policies are compiled and the port is opened: a file that does not exist fails at once.
+    steersman::hub::named_as(&config.model.path, 0)?;
     // A command that finds no server loads a model of its own. Ranks are announced by their parent.
     let mut announced = member.is_none().then(|| Announced::start(&data_dir));
     let machines = wait_for.unwrap_or(0);
@@ -266,10 +287,8 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     let lead = lead.transpose()?;
 
     let load = loading::begin(&config.model.path, "compiling policies");
-    let policies = steersman_engine::policies(&config, &data_dir).map_err(|error| {
-        // That is the first problem of the first profile.
-        check::error_of_policies(&config, &source, &Storage::compile_cache(&data_dir), error)
-    })?;
+    let policies = steersman_engine::policies(&config, &data_dir);
+    let policies = policies.map_err(|error| all_problems(error.into()))?;
     drop(load);
     let Loaded { models, threads, bundled } =
         models::load(config, &server, &data_dir, &policies, |config, folder, data, policies| {
@@ -354,7 +373,9 @@ fn join(threads: Vec<EngineThread>) -> Result<()> {
 }
 
 fn keys(options: Keys) -> Result<()> {
-    let (file, data_dir) = options.place.read()?;
+    let is_creating = matches!(options.task, keys::Task::Create(_));
+    let (file, data_dir) =
+        if is_creating { options.place.read()? } else { options.place.read_existing()? };
     let closed = file.profiles.iter().filter(|(_, profile)| !profile.api_keys.is_empty());
     let configured = keys::Configured {
         profiles: file.profiles.keys().cloned().collect(),
@@ -362,7 +383,8 @@ fn keys(options: Keys) -> Result<()> {
         is_closed: !file.server.api_keys.is_empty(),
         has_operators: !file.server.admin_keys.is_empty(),
     };
-    keys::run(&options.task, &configured, &data_dir, &mut std::io::stdout().lock())
+    let (mut out, mut messages) = (std::io::stdout().lock(), std::io::stderr().lock());
+    keys::run(&options.task, &configured, &data_dir, &mut out, &mut messages)
 }
 
 fn chat(options: Chat) -> Result<()> {
@@ -482,7 +504,7 @@ fn calibrate(options: Calibrate) -> Result<()> {
 }
 
 fn cache(options: Cache) -> Result<()> {
-    let (file, data_dir) = options.place.read()?;
+    let (file, data_dir) = options.place.read_existing()?;
     let (_, config) = file.check()?;
     cache::run(options.task, &config.store, &data_dir)
 }

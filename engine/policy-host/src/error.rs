@@ -53,11 +53,11 @@ pub enum Error {
         problem: String,
     },
     /// Parameters of a profile that its policies cannot use: change them.
-    #[error("{}", params_problem(profile, problems))]
+    #[error("{}", lines_of_params(profile, problems).join("; "))]
     Params {
         /// The profile.
         profile: String,
-        /// Parameters, each with its problem.
+        /// Parameters, each with its problem; the name is empty for a problem of none of them.
         problems: Vec<(String, String)>,
     },
     /// The component cannot be used: change it, or the profile that names it.
@@ -80,6 +80,15 @@ pub enum Error {
         /// Whether another attempt may succeed, since something other than the component ended the compiler.
         is_transient: bool,
     },
+    /// Several problems of one configuration, none of which is [`Error::Several`].
+    #[error("{}", problems.iter().map(Error::to_string).collect::<Vec<_>>().join("; "))]
+    Several {
+        /// The problems.
+        problems: Vec<Error>,
+    },
+    /// A policy has no version that works, or an earlier one than its file: a server starts with it.
+    #[error("{0}")]
+    Inactive(String),
     /// The policy failed when it was started, and its profile fails closed.
     #[error(transparent)]
     Failed(#[from] Failure),
@@ -133,17 +142,33 @@ pub enum Error {
     },
 }
 
-/// The key and the problem of each parameter.
-fn params_problem(profile: &str, problems: &[(String, String)]) -> String {
-    let line = |(param, problem): &(String, String)| {
-        format!("profiles.{profile}.params.{param}: {problem}")
+/// The key and the problem of each parameter, a line each.
+pub(crate) fn lines_of_params(profile: &str, problems: &[(String, String)]) -> Vec<String> {
+    let line = |(param, problem): &(String, String)| match param.as_str() {
+        "" => format!("profiles.{profile}.params: {problem}"),
+        param => format!("profiles.{profile}.params.{param}: {problem}"),
     };
-    problems.iter().map(line).collect::<Vec<_>>().join("; ")
+    problems.iter().map(line).collect()
 }
 
 impl Error {
     pub(crate) fn refused(policy: &str, problem: impl Into<String>) -> Self {
         Self::Refused { policy: policy.into(), profile: None, problem: problem.into() }
+    }
+
+    /// # Errors
+    /// `problems`, if there are any.
+    pub(crate) fn all(problems: Vec<Self>) -> Result<(), Self> {
+        let each = problems.into_iter().flat_map(|problem| match problem {
+            Self::Several { problems } => problems,
+            one => vec![one],
+        });
+        let mut problems: Vec<_> = each.collect();
+        match problems.len() {
+            0 => Ok(()),
+            1 => Err(problems.remove(0)),
+            _ => Err(Self::Several { problems }),
+        }
     }
 
     /// Whether another attempt may succeed though neither the policy nor the configuration is changed.

@@ -20,6 +20,7 @@
 mod active;
 mod attempts;
 mod history;
+mod load;
 mod params;
 mod reload;
 mod report;
@@ -37,16 +38,14 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, MutexGuard};
 use sha2::{Digest, Sha256};
 
-use self::active::{Active, PolicyEntry, ProfileParams, ResolvedLink, Version, digest_of};
-use self::history::History;
-use self::source::{ProfileChain, Source, read_param, resolve_profiles};
+use self::active::{Active, PolicyEntry, ResolvedLink, Version, digest_of};
+use self::source::{ProfileChain, Source};
 use self::watch::Watch;
 use crate::breaker::Breakers;
 use crate::bundle::Bundle;
 use crate::chain::{Chain, Link, own_params};
-use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
+use crate::config::{OnFailure, Param, PolicyConfig};
 use crate::contract::{CONTRACT, Hook, HookInput, Params, Policy, Vocabulary};
-use crate::database::Storage;
 use crate::error::{Cause, Error, Failure};
 use crate::file;
 use crate::golden::{Golden, check_golden};
@@ -81,7 +80,6 @@ pub struct Policies {
     watch: OnceLock<Watch>,
     /// The sender to the thread of further attempts, while it runs. The thread ends when the sender is dropped.
     attempts: Mutex<Option<SyncSender<()>>>,
-    unusable: Vec<String>,
 }
 
 /// The policies of one request.
@@ -119,65 +117,6 @@ impl Session {
 }
 
 impl Policies {
-    /// Loads the policies of every profile; the calling thread waits until they are compiled. If a file is
-    /// broken, the newest valid version of the history is loaded instead; if there is none and the file does
-    /// not compile, the policy has no version. Both are logged as errors.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] names the profile, its policy, the problem and what to do;
-    /// [`Error::Config`] names the key.
-    pub fn load(
-        config: &PolicyConfig,
-        profiles: &BTreeMap<String, ProfilePolicies>,
-        storage: &Storage,
-    ) -> Result<Self, Error> {
-        if !config.folder.as_os_str().is_empty() && !config.folder.is_dir() {
-            let problem = format!("{} is not a folder; create it", config.folder.display());
-            return Err(Error::Config { field: "policy.folder", problem });
-        }
-        let (chains, sources) = resolve_profiles(config, profiles)?;
-        let mut policies = Self {
-            host: Host::new(config, storage)?,
-            limits: config.clone(),
-            trust: config.trust()?,
-            chains,
-            sources,
-            traces: Traces::new(config)?,
-            tallies: Tallies::default(),
-            active: Mutex::default(),
-            change: Mutex::default(),
-            watch: OnceLock::new(),
-            attempts: Mutex::default(),
-            unusable: Vec::new(),
-        };
-        let (mut active, mut all_unusable) = (Active::default(), Vec::new());
-        for (policy, source) in &policies.sources {
-            let history = History::read(&storage.database, policy, &source.identity(policy));
-            active.policies.insert(policy.clone(), policies.load_first(policy, source, history)?);
-        }
-        for (name, chain) in &policies.chains {
-            let mut texts = BTreeMap::new();
-            for (param, value) in &chain.settings.params {
-                let text = read_param(value).map_err(|problem| {
-                    let problem = format!("param `{param}` of profile `{name}`: {problem}");
-                    Error::Config { field: "profiles", problem }
-                })?;
-                texts.insert(param.clone(), text);
-            }
-            let params = texts.clone().into_iter().collect();
-            let unusable = params::check(name, chain, &active.policies, &params)?;
-            for problem in &unusable {
-                tracing::warn!(problem, "parameter unusable");
-            }
-            all_unusable.extend(unusable);
-            active.params.insert(name.clone(), ProfileParams { texts, ..Default::default() });
-        }
-        active.resolve(&policies.chains, &policies.limits);
-        policies.unusable = all_unusable;
-        *policies.active.get_mut() = active;
-        Ok(policies)
-    }
-
     /// Starts the policies of `profile` for a request, on the calling thread.
     ///
     /// # Errors
@@ -220,7 +159,7 @@ impl Policies {
                 name: policy.clone(),
                 sha256: version.as_ref().map_or([0; 32], |version| version.component.sha256()),
                 shadow: *shadow,
-                policy: Box::new(Counted::new(Box::new(guard), tally)),
+                policy: Box::new(Counted::new(policy.clone(), *shadow, Box::new(guard), tally)),
             })
         };
         let needs = |link: &ResolvedLink, hook: Hook| {
@@ -351,19 +290,21 @@ impl Policies {
             }
         });
         let params = self.chains.iter().flat_map(|(profile, chain)| {
-            chain.settings.params.iter().filter_map(|(param, value)| {
-                let Param::File { file } = value else { return None };
-                let problem = active.params[profile].problems.get(param).cloned();
+            let params = &active.params[profile];
+            let of_none = params.unusable.keys().filter(|param| param.is_empty());
+            let names = chain.settings.params.keys().chain(of_none);
+            names.filter_map(|param| {
+                let file = match chain.settings.params.get(param) {
+                    Some(Param::File { file }) => Some(file.clone()),
+                    Some(Param::Text(_)) | None => None,
+                };
+                let problem = params.problems.get(param).or(params.unusable.get(param)).cloned();
                 let (profile, param) = (profile.clone(), param.clone());
-                Some(ParamReport { profile, param, file: file.clone(), problem })
+                let is_listed = file.is_some() || problem.is_some();
+                is_listed.then_some(ParamReport { profile, param, file, problem })
             })
         });
         Report { policies: policies.collect(), params: params.collect() }
-    }
-
-    /// Parameters that policies could not use at the start, one line each: `profiles.NAME.params.KEY: problem`.
-    pub fn unusable_params(&self) -> &[String] {
-        &self.unusable
     }
 
     /// What each policy did in each profile since the start.
@@ -415,10 +356,11 @@ impl Policies {
         component: &Arc<Component>,
         bundle: &Bundle,
     ) -> Result<(), Error> {
-        for (profile, chain) in self.users(policy) {
+        let refused = self.users(policy).filter_map(|(profile, chain)| {
             let granted = component.check_grants(&chain.settings.grants);
-            granted.map_err(|error| error.in_profile(profile))?;
-        }
+            granted.err().map(|error| error.in_profile(profile))
+        });
+        Error::all(refused.collect())?;
         let refuse = |failure: Failure| {
             Error::refused(policy, format!("{}: {}", failure.hook, failure.cause))
         };

@@ -109,21 +109,29 @@ impl Tally {
 pub struct Counted {
     policy: Box<dyn Policy>,
     tally: Arc<Tally>,
+    /// Name of the policy, for spans.
+    name: String,
+    shadow: bool,
     /// The hook of the last call.
     hook: Option<Hook>,
 }
 
 impl Counted {
-    /// `policy`, whose calls `tally` counts.
-    pub fn new(policy: Box<dyn Policy>, tally: Arc<Tally>) -> Self {
-        Self { policy, tally, hook: None }
+    /// The policy `name`, whose calls `tally` counts.
+    pub fn new(name: String, shadow: bool, policy: Box<dyn Policy>, tally: Arc<Tally>) -> Self {
+        Self { policy, tally, name, shadow, hook: None }
+    }
+
+    /// The span of one call, in traces of requests.
+    fn span(&self) -> tracing::Span {
+        tracing::debug_span!("policy", policy = self.name, shadow = self.shadow)
     }
 }
 
 impl Policy for Counted {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         self.hook = Some(call.hook());
-        let answer = self.policy.call(call);
+        let answer = self.span().in_scope(|| self.policy.call(call));
         if let (Call::Step(step), Ok(Answer::Step(actions))) = (call, &answer)
             && step.loop_found.is_some()
             && actions.iter().any(ends_loop)
@@ -197,7 +205,12 @@ mod tests {
     fn counted(tallies: &Tallies, start: Result<Fake, Failure>) -> Counted {
         let start = || start.map(|fake| Box::new(fake) as Box<dyn Policy>);
         let guard = Guard::start("fake", OnFailure::Open, Arc::new(Breaker::default()), start);
-        Counted::new(Box::new(guard.unwrap()), tallies.of("fake", "agent", false))
+        Counted::new(
+            "fake".into(),
+            false,
+            Box::new(guard.unwrap()),
+            tallies.of("fake", "agent", false),
+        )
     }
 
     fn step(is_loop: bool) -> Step {

@@ -106,8 +106,10 @@ struct EarlierBody {
 #[derive(Serialize, JsonSchema)]
 struct ParamBody {
     profile: String,
+    /// Empty for a problem that a policy has with none of the parameters.
     param: String,
-    file: String,
+    /// The file; null if the text is in the configuration.
+    file: Option<String>,
     problem: Option<ProblemBody>,
 }
 
@@ -363,7 +365,7 @@ impl From<ParamReport> for ParamBody {
         Self {
             profile: report.profile,
             param: report.param,
-            file: report.file.display().to_string(),
+            file: report.file.map(|file| file.display().to_string()),
             problem: report.problem.map(ProblemBody::from),
         }
     }

@@ -191,7 +191,7 @@ fn an_open_server_without_keys_is_warned_of() {
         assert!(!warns(closed), "{closed}");
     }
     let (task, none) = (keys::tests::create("laptop"), keys::Configured::default());
-    keys::run(&task, &none, folder.path(), &mut Vec::new()).unwrap();
+    keys::run(&task, &none, folder.path(), &mut Vec::new(), &mut Vec::new()).unwrap();
     assert!(!warns("host = '0.0.0.0'"));
 }
 
@@ -254,6 +254,50 @@ fn mistakes_in_all_parameters_are_problems_with_their_files() {
     let unknown =
         "line 6: profiles.p.params.default.budgt: the policy `default` has no such parameter";
     check(&printed, &[&expected[..], &[unknown.to_owned()]].concat());
+}
+
+/// A missing folder, policy, grant or file hid the mistakes in parameters, and a misspelt policy was offered as the remedy of
+/// its own parameter.
+#[test]
+fn no_problem_hides_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("steersman.toml");
+    let text = "[policy]\nfolder = '/no/such/folder'\n\
+                [models.b]\npath = './nowhere.gguf'\n\
+                [profiles.x]\npolicies = ['rules', 'redact', 'house']\n[profiles.x.params]\n\
+                redact.patterns = 'phone'\nrules.strict = 'maybe'\nrules.rules = { file = '/no/rules.toml' }\nwhose = 1\n\
+                [profiles.y]\npolicies = ['budgt', 'agent']\n[profiles.y.params]\n\
+                budget.tokens_per_day = '5'\nagent.reasoning_budgt = 1\n\
+                [profiles.z]\nshadow = ['budget']\npolicies = ['default']\n[profiles.z.params]\nbudget.tokens = '5'\n\
+                budget.count_by = 'name'\n";
+    std::fs::write(&path, text).unwrap();
+    let (_, printed) = checked(&path);
+    let expected = [
+        "line 2: policy.folder: /no/such/folder is not a folder; create it",
+        "line 4: models.b.path: ./nowhere.gguf does not exist",
+        "line 8: profiles.x.params.redact.patterns: policy `redact`: parameter `patterns` cannot be `phone`",
+        "line 9: profiles.x.params.rules.strict: policy `rules`: parameter `strict` cannot be `maybe`",
+        "line 10: profiles.x.params.rules.rules: /no/rules.toml does not exist",
+        "line 13: profiles.y.policies: policy `budgt`: ",
+        "line 16: profiles.y.params.agent.reasoning_budgt: the policy `agent` has no such parameter; did you mean `reasoning_budget`?",
+        "line 18: profiles.z.shadow: policy `budget`: imports `steersman:policy/kv@",
+        "line 21: profiles.z.params.budget.tokens: the policy `budget` has no such parameter",
+        "line 22: profiles.z.params.budget.count_by: policy `budget`: parameter `count_by` cannot be `name`",
+    ];
+    let lines: Vec<_> = printed.lines().collect();
+    assert_eq!(lines.len(), expected.len(), "{printed}");
+    for (line, words) in lines.iter().zip(expected) {
+        assert!(line.starts_with(words), "`{words}` is not at the beginning of {line}");
+    }
+    assert!(
+        printed.contains("did you mean `budget`?") && !printed.contains("mean `budgt`"),
+        "{printed}"
+    );
+    // A server says the same.
+    let error = all_problems(Some(&path), None, &Storage::in_memory(), None, anyhow!("one"));
+    let told: Vec<_> =
+        error.to_string().lines().skip(1).map(|line| line.trim().to_owned()).collect();
+    assert_eq!(told, lines);
 }
 
 #[test]

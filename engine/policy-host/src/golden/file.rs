@@ -221,7 +221,9 @@ fn strict<S: for<'de> DeserializeSeed<'de, Value = T>, T>(
     let deserializer = serde_path_to_error::Deserializer::new(value, &mut track);
     let read = seed.deserialize(serde_ignored::Deserializer::new(deserializer, &mut note));
     match (read, unknown) {
-        (Err(error), _) => Err(format!("{}: {error}", at(track.path().to_string()))),
+        (Err(error), _) => {
+            Err(format!("{}: {}", at(track.path().to_string()), in_words(&error.to_string())))
+        }
         (Ok(_), Some(field)) => Err(format!("{} is not a field of the contract", at(field))),
         (Ok(read), None) => Ok(read),
     }
@@ -231,5 +233,39 @@ fn strict<S: for<'de> DeserializeSeed<'de, Value = T>, T>(
 fn without_line(error: &serde_json::Error) -> String {
     let (text, column) = (error.to_string(), error.column());
     let place = format!(" at line {} column {column}", error.line());
-    format!("column {column}: {}", text.strip_suffix(&place).unwrap_or(&text))
+    format!("column {column}: {}", in_words(text.strip_suffix(&place).unwrap_or(&text)))
+}
+
+/// An error of a deserializer in the words of JSON: authors of policies know lists and objects, not the types of this program.
+fn in_words(error: &str) -> String {
+    let Some((found, expected)) = error
+        .strip_prefix("invalid type: ")
+        .or(error.strip_prefix("invalid value: "))
+        .and_then(|rest| rest.split_once(", expected "))
+    else {
+        return error.to_owned();
+    };
+    let (kind, value) = found.split_once(' ').unwrap_or((found, ""));
+    let found = match kind {
+        "integer" | "boolean" => value.trim_matches('`'),
+        "floating" => value.trim_start_matches("point ").trim_matches('`'),
+        "string" => value,
+        "sequence" => "a list",
+        "map" => "an object",
+        _ => found,
+    };
+    let expected = match expected {
+        "u8" => "a whole number from 0 to 255",
+        "u16" => "a whole number from 0 to 65535",
+        "u32" => "a whole number from 0 to 4294967295",
+        "u64" | "usize" => "a whole number, not below 0",
+        "i64" => "a whole number",
+        "f32" | "f64" => "a number",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        other if other.starts_with("struct ") => "an object",
+        other if other.contains("enum ") => "a string, or an object with one field",
+        other => other,
+    };
+    format!("is {found}, expected {expected}")
 }

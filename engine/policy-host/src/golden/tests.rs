@@ -44,7 +44,7 @@ fn a_misspelled_key_is_an_error_with_its_line() {
         (r#"{"hook":"on-step","input":{"loop_found":{"period":1}}}"#, "missing field `repeats`"),
         (
             r#"{"hook":"on-request","input":{"params":[["a",1]]}}"#,
-            "input.params[0][1]: invalid type: integer `1`, expected a string",
+            "input.params[0][1]: is 1, expected a string",
         ),
         (r#"{"hook":"on-request","answer":{"budget":1}}"#, "answer.budget is not a field"),
         (
@@ -57,10 +57,13 @@ fn a_misspelled_key_is_an_error_with_its_line() {
             "step is not a field",
         ),
         (r#"{"hook":"on-steps"}"#, "unknown variant `on-steps`"),
+        (r#"{"hook":"on-finish","answer":1}"#, "answer: is 1, expected a list"),
         (
-            r#"{"hook":"on-finish","answer":1}"#,
-            "answer: invalid type: integer `1`, expected a sequence",
+            r#"{"hook":"on-step","input":{"index":"3"}}"#,
+            "input.index: is \"3\", expected a whole number from 0 to 4294967295",
         ),
+        (r#"{"hook":"on-step","input":{"loop_found":[]}}"#, "input.loop_found: "),
+        (r#"{"hook":"on-step","input":5}"#, "is 5, expected an object"),
         (r#"{"hock":"on-step"}"#, "unknown field `hock`"),
         (r#"{"case":"x"}"#, "`hook` is missing"),
         (r#"{"hook":"on-step""#, "EOF"),

@@ -64,8 +64,10 @@ pub struct Version {
 #[derive(Default)]
 pub struct ProfileParams {
     pub texts: BTreeMap<String, String>,
-    /// By parameter.
+    /// Rejected updates, by parameter.
     pub problems: BTreeMap<String, Problem>,
+    /// What policies said of `texts` at the start, by parameter; an update that they accept removes all of it.
+    pub unusable: BTreeMap<String, Problem>,
 }
 
 /// What a request of a profile gets.

@@ -9,8 +9,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::active::digest_of;
+use super::history::History;
 use super::source::Source;
-use super::{History, Origin, Policies, PolicyEntry, Problem, Version};
+use super::{Origin, Policies, PolicyEntry, Problem, Version};
 use crate::breaker::Breakers;
 use crate::bundle::Bundle;
 use crate::error::Error;
@@ -81,7 +82,11 @@ impl Policies {
     }
 
     /// The file of a policy, or else the component in the binary; `None` if there is neither.
-    fn read(&self, policy: &str, source: &Source) -> Result<Option<(Bundle, Origin)>, Error> {
+    pub(super) fn read(
+        &self,
+        policy: &str,
+        source: &Source,
+    ) -> Result<Option<(Bundle, Origin)>, Error> {
         let file = source.read(policy, &self.trust);
         let file = file.map_err(|problem| Error::refused(policy, problem))?;
         let file = file.map(|bundle| (bundle, Origin::File));

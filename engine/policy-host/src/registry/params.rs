@@ -11,32 +11,48 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::active::{PolicyEntry, Version};
+use super::active::{Active, Version};
 use super::source::ProfileChain;
 use crate::chain::{own_params, unknown_in};
-use crate::config::Param;
+use crate::config::{OnFailure, Param};
 use crate::contract::{Hook, Params, Policy, RequestView};
-use crate::error::Error;
 use crate::sandbox::{Component, Context};
 use crate::schema::{Schema, Schemas, nearest, problems};
 use crate::shipped::SHIPPED;
 
-/// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each, which
-/// begins with the key of the configuration.
+/// What is wrong with the parameters of a profile: each parameter with its problem, which names the policy.
+#[derive(Default)]
+pub struct Checked {
+    /// Those because of which the server does not start.
+    pub wrong: Vec<(String, String)>,
+    /// Those that a policy cannot use, but says so in each reply; the name is empty if a policy names none.
+    pub unusable: Vec<(String, String)>,
+}
+
+/// Checks the parameters `params` of `profile`; what could be one of a policy that is `broken`, or whose entry is no policy,
+/// is not judged.
 ///
-/// # Errors
-/// [`Error::Params`] names all parameters that do not fit a schema or that no policy of the profile knows, and those
-/// that its policies cannot use. Unknown ones are logged instead if an earlier version of a policy runs in place of a
-/// broken one, which may know them.
+/// Wrong are those that do not fit a schema or that no policy of the profile knows; in a profile that fails closed, those that
+/// its policies cannot use, too. If an earlier version of a policy runs in place of a broken one, unknown parameters are logged
+/// instead: the newer version may know them.
 pub fn check(
     profile: &str,
     chain: &ProfileChain,
-    policies: &BTreeMap<String, PolicyEntry>,
+    active: &Active,
+    broken: &BTreeSet<&str>,
     params: &Params,
-) -> Result<Vec<String>, Error> {
-    if params.is_empty() {
-        return Ok(Vec::new());
-    }
+) -> Checked {
+    let policies = &active.policies;
+    let given = &chain.settings.params;
+    let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
+    let settings = &chain.settings;
+    let is_whole = names.len() == settings.policies.len() + settings.shadow.len();
+    let foreign = given.keys().filter_map(|param| {
+        let (near, problem) = of_no_policy(param, &names)?;
+        let may_be = |policy: &str| !is_whole || broken.contains(policy);
+        (!near.map_or(!is_whole, may_be)).then(|| (param.clone(), problem))
+    });
+    let foreign: Vec<_> = foreign.collect();
     // The key of a parameter and its problem; no key for a problem that is about none of them.
     let mut unusable: Vec<(String, String)> = Vec::new();
     let schemas = chain.links.iter().map(|(policy, _)| {
@@ -44,12 +60,14 @@ pub fn check(
         (policy.clone(), version.and_then(|version| version.schema.clone()))
     });
     let schemas: Schemas = schemas.collect();
+    let is_named = |param: &str| of_no_policy(param, &names).is_none();
     let mut wrong = problems(&schemas, params);
+    wrong.retain(|(param, _)| is_named(param));
     let mut unknown: BTreeSet<_> = params.iter().map(|(param, _)| param.clone()).collect();
     for (param, _) in &wrong {
         unknown.remove(param);
     }
-    let given = &chain.settings.params;
+    unknown.retain(|param| is_named(param));
     for (policy, _) in &chain.links {
         // Without a version it has a problem, and the rest is logged.
         let Some(version) = policies[policy].current.as_deref() else { continue };
@@ -94,25 +112,32 @@ pub fn check(
         }
     }
     unusable.retain(|(key, _)| wrong.iter().all(|(param, _)| param != key));
-    let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
-    let unknown = unknown.into_iter().map(|param| unknown_param(param, &names, &schemas));
-    let unknown: Vec<_> = unknown.collect();
-    let line = |(key, problem): &(String, String)| match key.as_str() {
-        "" => format!("profiles.{profile}.params: {problem}"),
-        key => format!("profiles.{profile}.params.{key}: {problem}"),
-    };
-    if wrong.is_empty() && unknown.is_empty() {
-        return Ok(unusable.iter().map(line).collect());
+    let has_problem = |policy: &str| policies[policy].problem.is_some();
+    // Without a version, nobody knows the parameters of a policy.
+    let is_loaded = |policy: &str| policies[policy].current.is_some();
+    let all_loaded = is_whole && names.iter().all(|policy| is_loaded(policy));
+    for param in unknown {
+        let owner = names.iter().find(|policy| own_name(&param, policy).is_some());
+        let (is_judged, is_logged) = match owner {
+            Some(policy) => (is_loaded(policy), has_problem(policy)),
+            None => (all_loaded, names.iter().any(|policy| has_problem(policy))),
+        };
+        let found = unknown_param(param, &names, &schemas);
+        match (is_judged, is_logged) {
+            (_, true) => {
+                let (param, problem) = found;
+                tracing::warn!(profile, param, problem, "parameter unknown");
+            }
+            (true, false) => wrong.push(found),
+            (false, false) => {}
+        }
     }
-    let error = |problems| Error::Params { profile: profile.into(), problems };
-    if wrong.is_empty() && names.iter().any(|policy| policies[*policy].problem.is_some()) {
-        let error = error(unknown);
-        tracing::warn!(problem = %error, "parameter unknown");
-        return Ok(unusable.iter().map(line).collect());
+    wrong.extend(foreign);
+    if chain.settings.on_failure == OnFailure::Closed && !names.iter().any(|name| has_problem(name))
+    {
+        wrong.append(&mut unusable);
     }
-    wrong.extend(unknown);
-    wrong.extend(unusable.into_iter().filter(|(key, _)| !key.is_empty()));
-    Err(error(wrong))
+    Checked { wrong, unusable }
 }
 
 /// Returns true if a policy reports `param` as unknown, in its problems or in the note of its plan.
@@ -193,6 +218,19 @@ fn unknown_param(param: String, policies: &[&str], schemas: &Schemas) -> (String
         }
     };
     (param, problem)
+}
+
+/// The problem of `param` if it is a parameter of one policy, and of none of `policies`, after the one of them that is spelt
+/// most like that policy.
+fn of_no_policy<'a>(param: &str, policies: &[&'a str]) -> Option<(Option<&'a str>, String)> {
+    let (owner, _) = param.split_once('.')?;
+    if policies.iter().any(|policy| own_name(param, policy).is_some()) {
+        return None;
+    }
+    let near = nearest(owner, policies.iter().copied());
+    let hint = near.map(|near| format!("; did you mean `{near}`?")).unwrap_or_default();
+    let known = policies.join(", ");
+    Some((near, format!("the profile does not name that policy, only {known}{hint}")))
 }
 
 /// The policy and the name of the parameter `POLICY.NAME`, if `param` is one of `policy`.

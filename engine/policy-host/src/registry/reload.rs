@@ -102,6 +102,7 @@ impl Policies {
                 params.problems.remove(param);
                 if params.texts.get(param) != Some(&text) {
                     params.texts.insert(param.into(), text);
+                    params.unusable.clear();
                     active.resolve(&self.chains, &self.limits);
                     tracing::info!(profile, param, "parameter updated");
                 }

@@ -10,7 +10,7 @@ use crate::breaker::Health;
 pub struct Report {
     /// Sorted by name.
     pub policies: Vec<PolicyReport>,
-    /// Parameters from files.
+    /// Parameters from files, and others that have a problem.
     pub params: Vec<ParamReport>,
 }
 
@@ -80,16 +80,16 @@ pub struct Problem {
     pub message: String,
 }
 
-/// A parameter from a file.
+/// A parameter from a file, or one that has a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamReport {
     /// The profile.
     pub profile: String,
-    /// The parameter.
+    /// The parameter; empty for a problem that a policy has with none of them.
     pub param: String,
-    /// The file.
-    pub file: PathBuf,
-    /// Why the current contents of the file are not used.
+    /// The file; `None` if its text is in the configuration.
+    pub file: Option<PathBuf>,
+    /// Why the current contents of the file are not used, or what a policy cannot use of the parameter since the start.
     pub problem: Option<Problem>,
 }
 

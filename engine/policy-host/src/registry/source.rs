@@ -248,22 +248,24 @@ fn is_path(entry: &str) -> bool {
         || entry.ends_with(".steer")
 }
 
-/// The chains of all profiles, and the source of each policy that they name.
-///
-/// # Errors
-/// [`Error::Refused`] if an entry is neither a name nor a path, or two files have one name;
-/// [`Error::Params`] if a parameter belongs to a policy that its profile does not name.
+/// The chains of all profiles, without what is no policy, the source of each policy that they name, and the problems:
+/// [`Error::Refused`] if an entry is neither a name nor a path, or two files have one name.
 pub fn resolve_profiles(
     config: &PolicyConfig,
     profiles: &BTreeMap<String, ProfilePolicies>,
-) -> Result<(Chains, Sources), Error> {
-    let (mut chains, mut sources) = (Chains::new(), Sources::new());
+) -> (Chains, Sources, Vec<Error>) {
+    let (mut chains, mut sources, mut problems) = (Chains::new(), Sources::new(), Vec::new());
     for (name, settings) in profiles {
         let applied = settings.policies.iter().map(|entry| (entry, false));
         let mut links = Vec::new();
         for (entry, shadow) in applied.chain(settings.shadow.iter().map(|entry| (entry, true))) {
-            let (policy, source) =
-                Source::of(entry, &config.folder).map_err(|error| error.in_profile(name))?;
+            let (policy, source) = match Source::of(entry, &config.folder) {
+                Ok(found) => found,
+                Err(error) => {
+                    problems.push(error.in_profile(name));
+                    continue;
+                }
+            };
             if let Some(other) = sources.get(&policy)
                 && !other.is_same(&source)
             {
@@ -276,7 +278,8 @@ pub fn resolve_profiles(
                     path(other),
                     path(&source)
                 );
-                return Err(Error::refused(&policy, problem).in_profile(name));
+                problems.push(Error::refused(&policy, problem).in_profile(name));
+                continue;
             }
             // A name has both files, a path one of them.
             let has_both = source.component.is_some() && source.bundle.is_some();
@@ -285,28 +288,9 @@ pub fn resolve_profiles(
             }
             links.push((policy, shadow));
         }
-        let names: Vec<_> = links.iter().map(|(policy, _)| policy.as_str()).collect();
-        let problems: Vec<_> =
-            settings.params.keys().filter_map(|param| of_no_policy(param, &names)).collect();
-        if !problems.is_empty() {
-            return Err(Error::Params { profile: name.clone(), problems });
-        }
         chains.insert(name.clone(), ProfileChain { links, settings: settings.clone() });
     }
-    Ok((chains, sources))
-}
-
-/// The parameter and the problem, if it is a parameter of one policy, and of none of `policies`.
-fn of_no_policy(param: &str, policies: &[&str]) -> Option<(String, String)> {
-    let (owner, _) = param.split_once('.')?;
-    let is_of = |policy: &&str| param.strip_prefix(policy).is_some_and(|own| own.starts_with('.'));
-    if policies.iter().any(is_of) {
-        return None;
-    }
-    let near = nearest(owner, policies.iter().copied());
-    let near = near.map(|near| format!("; did you mean `{near}`?")).unwrap_or_default();
-    let known = policies.join(", ");
-    Some((param.into(), format!("the profile does not name that policy, only {known}{near}")))
+    (chains, sources, problems)
 }
 
 /// The text of a parameter.

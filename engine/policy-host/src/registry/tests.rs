@@ -5,7 +5,9 @@ use steersman_test_support::hostile::stepper;
 use super::source::PARAM_BYTES;
 use super::*;
 use crate::config::Grant;
+use crate::config::ProfilePolicies;
 use crate::contract::{RequestView, no_vocabulary};
+use crate::database::Storage;
 use crate::error::Cause;
 use crate::shipped::SHIPPED;
 
@@ -105,7 +107,7 @@ fn an_unknown_profile_is_refused() {
 fn load_errors_name_policy_profile_and_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    fs::write(path("text.wasm"), "no component").unwrap();
+    fs::write(path("text.wasm"), version(b'b')).unwrap();
     fs::create_dir(path("deep")).unwrap();
     fs::write(path("deep/text.wasm"), version(b'a')).unwrap();
     let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
@@ -257,7 +259,7 @@ fn an_unreadable_parameter_file_is_refused_with_its_name() {
     let load = || load_with(&PolicyConfig::default(), &profiles);
     let refused = |words: &str| {
         let error = load().err().expect(words).to_string();
-        for word in [words, "`agent`", "`rules`", file.to_str().unwrap()] {
+        for word in [words, "profiles.agent.params.rules: ", file.to_str().unwrap()] {
             assert!(error.contains(word), "`{word}` is not in {error}");
         }
     };
@@ -333,8 +335,9 @@ fn a_parameter_of_another_policy_is_no_problem() {
         let mut profiles = profile_with(&chain, &[("rules", Param::File { file })]);
         profiles.get_mut("agent").unwrap().grants = Grant::ALL.into();
         let policies = load_with(&PolicyConfig::default(), &profiles).unwrap();
-        let unusable = policies.unusable_params();
-        assert!(!unusable.iter().any(|line| line.contains("unknown")), "{chain:?}: {unusable:?}");
+        let problems = policies.report().params.into_iter().filter_map(|param| param.problem);
+        let problems: Vec<_> = problems.map(|problem| problem.message).collect();
+        assert!(!problems.iter().any(|line| line.contains("unknown")), "{chain:?}: {problems:?}");
         let mut session = start(&policies, "agent").unwrap();
         let params = (*session.params).clone();
         let request = RequestView { profile: "agent".into(), params, ..RequestView::default() };

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Answer, Call, Component, Context, Cost, Hook, HookInput, Host, Param, ParamsView, Policies,
-    Policy, PolicyConfig, ProfilePolicies, PromptView, RequestView, no_vocabulary, shipped,
+    Answer, Call, Component, Context, Cost, Hook, HookInput, Host, OnFailure, Param, ParamsView,
+    Policies, Policy, PolicyConfig, ProfilePolicies, PromptView, RequestView, no_vocabulary,
+    shipped,
 };
 use steersman_test_support::guest::{
     Answers, component, input, list, record, replace, text, tuple,
@@ -235,6 +236,38 @@ fn a_parameter_that_does_not_work_keeps_its_text_and_is_reported() {
     until("a correct text is applied", &|| note() == "two" && problem().is_empty());
     replace(&file, (many_rules() + &noting("many")).as_bytes());
     until("many rules are applied", &|| note() == "many" && problem().is_empty());
+}
+
+/// Rules with a mistake were off from the start on, and neither a profile that fails closed nor a report said so.
+#[test]
+fn a_mistake_at_the_start_is_reported_and_a_profile_that_fails_closed_does_not_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.toml");
+    fs::write(&file, "[[rule]]\nwhen = { usr = 1 }\ndo = { note = \"n\" }\n").unwrap();
+    let load = |on_failure: OnFailure| {
+        let profile = ProfilePolicies {
+            policies: vec!["rules".into()],
+            params: BTreeMap::from([("rules".into(), Param::File { file: file.clone() })]),
+            on_failure,
+            ..ProfilePolicies::default()
+        };
+        let profiles = BTreeMap::from([("default".to_owned(), profile)]);
+        Policies::load(&limits(), &profiles, &storage())
+    };
+    let mistake = "rule 1, line 2: unknown key `when.usr`";
+    let error = load(OnFailure::Closed).err().expect("it must not start").to_string();
+    assert!(error.starts_with("profiles.default.params.rules: policy `rules`"), "{error}");
+    assert!(error.contains(mistake), "{error}");
+    let policies = Arc::new(load(OnFailure::Open).unwrap());
+    policies.watch();
+    let problem = || policies.report().params[0].problem.clone().map(|problem| problem.message);
+    assert!(problem().is_some_and(|problem| problem.contains(mistake)), "{:?}", problem());
+    replace(&file, b"[[rule]]\ndo = { note = \"n\" }\n");
+    let started = Instant::now();
+    while let Some(problem) = problem() {
+        assert!(started.elapsed() < PATIENCE, "{problem}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// A policy that traps in `on-request` if its first parameter is longer than 4 bytes, and only then.

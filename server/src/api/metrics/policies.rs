@@ -6,7 +6,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use steersman_engine::policy::{Health, Policies, PolicyCounts, PolicyReport};
+use steersman_engine::policy::{Health, ParamReport, Policies, PolicyCounts, PolicyReport, Report};
 
 use super::register;
 
@@ -24,8 +24,9 @@ pub fn breaker_state(health: &Health) -> &'static str {
 
 /// Registers the series of all policies.
 pub fn register_policies(registry: &mut Registry, policies: &Policies) {
-    let reports = policies.report().policies;
+    let Report { policies: reports, params } = policies.report();
     register_versions(registry, &reports);
+    register_params(registry, &params);
     register_breakers(registry, &reports);
     register_counts(registry, &policies.counts());
     let counted = Family::<[(&str, String); 2], Counter>::default();
@@ -59,6 +60,17 @@ fn register_versions(registry: &mut Registry, policies: &[PolicyReport]) {
     let help = "1 if the last update of the policy was rejected or rolled back, else 0";
     register(registry, "policy_update_rejected", help, rejected);
     register(registry, "policy_version_info", "The active version of each policy", versions);
+}
+
+/// Which parameters have a problem.
+fn register_params(registry: &mut Registry, params: &[ParamReport]) {
+    let problems = Family::<[(&str, String); 2], Gauge<u64, AtomicU64>>::default();
+    for ParamReport { profile, param, problem, .. } in params {
+        let labels = [("profile", profile.clone()), ("param", param.clone())];
+        problems.get_or_create(&labels).set(problem.is_some().into());
+    }
+    let help = "1 if the contents of the file of a parameter are not used, or a policy cannot use a parameter, else 0";
+    register(registry, "policy_parameter_problem", help, problems);
 }
 
 /// The breaker of each policy in each profile.
