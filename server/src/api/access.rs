@@ -37,8 +37,20 @@ const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest pause before the answer to a wrong key.
 const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
-/// What clients that have to send a key send where none is needed.
-const PLACEHOLDERS: [&str; 2] = ["", "none"];
+/// What clients that cannot leave out the key send where none is needed: the words of this server's documents, and those of
+/// the documents of other local servers.
+const PLACEHOLDERS: [&str; 10] = [
+    "",
+    "none",
+    "None",
+    "EMPTY",
+    "dummy",
+    "lm-studio",
+    "no-key",
+    "not-needed",
+    "ollama",
+    "sk-no-key-required",
+];
 
 /// Keys of the server and of its profiles, which a reload of the configuration and `steersman keys` replace.
 pub struct Access {
@@ -120,6 +132,14 @@ impl Keys {
             profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
             expiring: Vec::new(),
         }
+    }
+
+    /// Returns true if a `key` that opens nothing may be the mistyped one of a profile: such a request must not be answered
+    /// by another profile, without the limits of its own.
+    fn is_mistyped(&self, key: Option<&KeyDigest>) -> bool {
+        let is_placeholder = |key: &KeyDigest| PLACEHOLDERS.iter().any(|text| digest(text) == *key);
+        key.is_some_and(|key| !is_placeholder(key))
+            && self.profiles.values().any(|gate| gate.requires_key)
     }
 }
 
@@ -223,7 +243,7 @@ impl Access {
     /// The caller, from the key in the headers.
     ///
     /// # Errors
-    /// 401 if a required key is missing or wrong, or a key has expired.
+    /// 401 if a required key is missing or wrong, if a key is unknown while profiles have keys, or if it has expired.
     pub fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         let key = key_of(headers);
         // Compares with every key to the end, so the time taken reveals nothing.
@@ -246,6 +266,7 @@ impl Access {
             _ if all_profiles => Ok(Caller::AllProfiles),
             Some(caller) => Ok(caller),
             None if known.requires_key => Err(ApiError::unauthorized()),
+            None if known.is_mistyped(key.as_ref()) => Err(ApiError::unknown_key()),
             None => Ok(Caller::Anonymous),
         }
     }
@@ -268,25 +289,6 @@ impl Access {
             return Ok(());
         }
         Err(ApiError::key_expired(known))
-    }
-
-    /// A note to a caller whose key opens nothing on a server that needs none, but has profiles with keys: a mistyped key
-    /// of such a profile would otherwise use `profile` without a word.
-    pub fn note_on_key(
-        &self,
-        caller: &Caller,
-        profile: &str,
-        headers: &HeaderMap,
-    ) -> Option<String> {
-        let key = key_of(headers).filter(|_| *caller == Caller::Anonymous)?;
-        let is_placeholder = PLACEHOLDERS.iter().any(|text| key == digest(text));
-        let has_keys = self.keys().profiles.values().any(|gate| gate.requires_key);
-        (has_keys && !is_placeholder).then(|| {
-            format!(
-                "this server does not know the key; the request was answered by the profile \
-                 `{profile}`, as one without a key"
-            )
-        })
     }
 
     /// What policies of `profile` see of a caller: its key, if that was checked, and the headers that the
@@ -317,9 +319,9 @@ impl Access {
         self.link.as_ref()?.exchange(token)
     }
 
-    /// Waits before the answer to a wrong key.
-    pub async fn pause(&self, sender: &Sender) {
-        self.failures.pause(sender).await;
+    /// Waits before the answer to a wrong key or link, which has this code.
+    pub async fn pause(&self, sender: &Sender, code: &str) {
+        self.failures.pause(sender, code).await;
     }
 
     /// Logs that a request was refused because it has no key, or one that has expired.
@@ -560,19 +562,10 @@ struct Failures {
 
 impl Failures {
     /// Waits for [`FAILURE_INTERVAL`], after the answers to earlier failures.
-    async fn pause(&self, sender: &Sender) {
+    async fn pause(&self, sender: &Sender, code: &str) {
         if let Some(suppressed) = self.log.pass() {
             let Sender { request_id, route, address } = sender;
-            // As in the reply.
-            let code = ApiError::unauthorized().code;
-            tracing::warn!(
-                request_id,
-                route,
-                address,
-                code,
-                suppressed,
-                "request refused: wrong key"
-            );
+            tracing::warn!(request_id, route, address, code, suppressed, "request refused");
         }
         let end = {
             let mut last = self.last.lock();

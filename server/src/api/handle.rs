@@ -61,10 +61,11 @@ pub async fn handle<P: Protocol>(
     let received = Instant::now();
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = format!("{}{}", P::ID, random_hex());
-    let tracked = app.register.enter(&id, uri.path());
+    let request_id = request_id.unwrap_or_default();
+    let tracked = app.register.enter(&id, request_id, uri.path());
     let arrival = Arrival {
         id: &id,
-        request_id: request_id.unwrap_or_default(),
+        request_id,
         route: &documented_route(uri.path()),
         operation: P::OPERATION,
         headers: &headers,
@@ -107,9 +108,7 @@ async fn begin<P: Protocol>(
     shutdown: Option<Shutdown>,
     log: &mut RequestLog,
 ) -> Result<Began<P>, ApiError> {
-    let (is_stream, mut call, destination, named) =
-        read::<P>(app, caller, headers, body, log).await?;
-    call.notes.extend(app.access.note_on_key(caller, &destination.profile, headers));
+    let (is_stream, call, destination, named) = read::<P>(app, caller, headers, body, log).await?;
     let seen = app.access.seen_by_policies(caller, &destination.profile, headers);
     let seen = policy::Caller { key: seen.key, headers: seen.headers, ..named };
     let timeout = timeout(headers, is_stream)?;

@@ -88,7 +88,8 @@ fn sender(request: &Request) -> Sender {
 async fn pause(app: &App, connection: Option<&Connection>, guess: &Sender) {
     // Others need not wait for a connection that only waits.
     connection.inspect(|connection| connection.waits());
-    app.access.pause(guess).await;
+    // As in the reply.
+    app.access.pause(guess, ApiError::unauthorized().code).await;
 }
 
 /// Refuses requests with another server's `Host` or a foreign `Origin`, on all routes.

@@ -48,8 +48,9 @@ pub async fn open(
             route: Some("/v1/session".into()),
             address: connection.map(|Extension(connection)| connection.address.to_string()),
         };
-        app.access.pause(&guess).await;
-        return Err(ApiError::link_refused());
+        let error = ApiError::link_refused();
+        app.access.pause(&guess, error.code).await;
+        return Err(error);
     };
     tracing::info!("the one-time link was used: the console has an operator");
     Ok(Json(Session { key }))

@@ -42,7 +42,7 @@ pub struct Create {
     pub(super) expires: Option<u64>,
 }
 
-/// Runs a task on the keys in `data_dir`.
+/// Runs a task on the keys in `data_dir`. What its user has to know besides the result goes to `messages`.
 ///
 /// # Errors
 /// If the name is taken or unknown, the profile does not exist, or the file cannot be read or written.
@@ -51,9 +51,13 @@ pub fn run(
     configured: &Configured,
     data_dir: &Path,
     out: &mut impl Write,
+    messages: &mut impl Write,
 ) -> Result<()> {
     let mut keys = Editing::begin(data_dir, configured)?;
-    let warn = |notes: &[String]| notes.iter().for_each(|note| tracing::warn!("{note}"));
+    let mut warn = |notes: &[String]| {
+        // A closed stderr is no error.
+        notes.iter().for_each(|note| drop(writeln!(messages, "warning: {note}")));
+    };
     match task {
         Task::Create(options) => {
             let created = keys.create(&options.new_key())?;

@@ -218,7 +218,32 @@ impl<'a> Editing<'a> {
         key.revoked = Some(now);
         let revoked = key.clone();
         self.write()?;
+        notes.extend(self.stays_closed(&revoked, now));
         Ok((revoked, notes))
+    }
+
+    /// A note if nobody has a key to what the key `revoked` opened, which stays closed.
+    fn stays_closed(&self, revoked: &Key, now: Timestamp) -> Option<String> {
+        let (what, option, in_configuration) = match &revoked.opens {
+            Opens::AllProfiles => {
+                ("this server".to_owned(), String::new(), self.configured.is_closed)
+            }
+            Opens::Profile(name) => {
+                let has_keys = self.configured.closed_profiles.contains(name);
+                (format!("the profile `{name}`"), format!(" --profile {name}"), has_keys)
+            }
+            Opens::Operator => return None,
+        };
+        let opens = |key: &Key| key.opens == revoked.opens && key.state_at(now) == State::Active;
+        if in_configuration || self.keys.keys.iter().any(opens) {
+            return None;
+        }
+        let folder = self.path.parent().unwrap_or(Path::new(".")).display();
+        Some(format!(
+            "this was the last key of {what}, which stays closed to requests without one: `steersman keys create \
+             NAME{option}` makes another. To open it to everyone, stop the server, delete {FILE} in {folder}, with all keys, \
+             and start it again"
+        ))
     }
 
     /// Refuses what no key can be.

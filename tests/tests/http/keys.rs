@@ -20,13 +20,20 @@ struct Cli {
 
 /// Runs a command; returns what it prints, or its error.
 fn keys(folder: &Path, command: &str) -> Result<String, String> {
+    said(folder, command).map(|(out, _)| out)
+}
+
+/// What a command prints, and its warnings.
+fn said(folder: &Path, command: &str) -> Result<(String, String), String> {
     let words = std::iter::once("keys").chain(command.split_whitespace());
     let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
-    let mut out = Vec::new();
+    let (mut out, mut messages) = (Vec::new(), Vec::new());
     let configured =
         Configured { profiles: vec!["strict".into(), "other".into()], ..Configured::default() };
-    run(&cli.task, &configured, folder, &mut out).map_err(|error| format!("{error:#}"))?;
-    Ok(String::from_utf8(out).unwrap().trim_end().to_string())
+    let done = run(&cli.task, &configured, folder, &mut out, &mut messages);
+    done.map_err(|error| format!("{error:#}"))?;
+    let text = |bytes| String::from_utf8(bytes).unwrap().trim_end().to_string();
+    Ok((text(out), text(messages)))
 }
 
 fn app_in(folder: &TempDir) -> Router {
@@ -97,7 +104,7 @@ async fn a_key_of_a_profile_opens_no_other_and_an_operators_key_opens_all() {
     // Others use the profiles that have no keys.
     assert_eq!((status(&app, "", "").await, status(&app, "", "strict").await), (200, 403));
     keys(folder.path(), "revoke app-1").unwrap();
-    assert_eq!(status(&app, &strict, "strict").await, 403);
+    assert_eq!(status(&app, &strict, "strict").await, 401, "a revoked key is one that nobody has");
     assert_eq!(status(&app, &second, "").await, 200);
     let operator = keys(folder.path(), "create me --operator").unwrap();
     assert_eq!(rolls_back(&app, &operator).await, 404);
@@ -222,14 +229,31 @@ fn the_first_key_warns_of_what_it_closes() {
         // Requests without a key were refused before.
         ("create app-3 --profile other", None),
     ] {
-        let lines = Lines::default();
-        let log = lines.capture();
-        keys(folder.path(), command).unwrap();
-        drop(log);
-        let text = lines.text();
+        let (_, text) = said(folder.path(), command).unwrap();
         match closed {
             Some(closed) => assert!(text.contains(closed), "{command}: {text}"),
             None => assert!(!text.contains("refused"), "{command}: {text}"),
+        }
+    }
+}
+
+/// A server whose only key was revoked refused everyone, and nobody had said so, nor how to open it again.
+#[test]
+fn the_last_key_warns_of_what_stays_closed() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["laptop", "phone", "me --operator", "app --profile strict"] {
+        keys(folder.path(), &format!("create {name}")).unwrap();
+    }
+    let delete = format!("delete keys.json in {}", folder.path().display());
+    for (name, closed) in [
+        ("laptop", None),
+        ("phone", Some("the last key of this server, which stays closed")),
+        ("app", Some("the last key of the profile `strict`, which stays closed")),
+    ] {
+        let (_, text) = said(folder.path(), &format!("revoke {name}")).unwrap();
+        match closed {
+            Some(closed) => assert!(text.contains(closed) && text.contains(&delete), "{text}"),
+            None => assert_eq!(text, ""),
         }
     }
 }
@@ -512,11 +536,8 @@ async fn the_last_operator_is_not_locked_out_without_a_word() {
     assert_eq!(call(&app, "GET", "/v1/keys", you, &Value::Null).await.0, 401);
     // At the machine, it is said and done.
     keys(folder.path(), "create third --operator").unwrap();
-    let lines = Lines::default();
-    let log = lines.capture();
-    keys(folder.path(), "revoke third").unwrap();
-    drop(log);
-    assert!(lines.text().contains("last key of an operator"), "{}", lines.text());
+    let (_, warning) = said(folder.path(), "revoke third").unwrap();
+    assert!(warning.contains("last key of an operator"), "{warning}");
 }
 
 /// A server with created keys prints no link when it starts again: its owner was no operator any more.
