@@ -13,6 +13,7 @@ pub use steersman_models::hub::Hub;
 use steersman_models::named::{self, NamedAs, name_of_folder};
 
 use crate::bundled;
+use crate::words::suggestion;
 
 /// A model whose files are on this machine.
 #[derive(Debug, Clone, PartialEq)]
@@ -51,7 +52,11 @@ pub fn find(path: &str, room: u64, data_dir: &Path) -> Result<Found> {
 /// # Errors
 /// If it names no model.
 pub fn named_as(path: &str, room: u64) -> Result<NamedAs<'_>> {
-    named::named_as(if is_bundled(path) { "" } else { path }, room)
+    let named = named::named_as(if is_bundled(path) { "" } else { path }, room);
+    named.map_err(|error| match suggestion(path, [bundled::NAME]) {
+        near if near.is_empty() => error,
+        near => error.context(format!("there is no model {path}{near}")),
+    })
 }
 
 /// Whether `path` is the name of the bundled model, or empty.

@@ -328,6 +328,9 @@ const TABLES: &[&[Field]] = &[
     OLLAMA_OPTIONS,
 ];
 
+/// Most further unknown fields that an error names.
+const UNKNOWN_NAMED: usize = 8;
+
 /// Whether the protocol reads the field `name`.
 pub fn is_read(fields: &[Field], name: &str) -> bool {
     fields.iter().any(|(known, rule)| *known == name && matches!(rule, Read))
@@ -341,14 +344,25 @@ pub fn take(body: &mut Map<String, Value>, names: &[&str]) -> Map<String, Value>
 /// Rejects unknown fields, unless they are null, and unsupported ones.
 ///
 /// # Errors
-/// 400 naming the first such field and what to do instead.
+/// 400 naming the first such field and what to do instead, and further unknown ones.
 pub fn check(fields: &[Field], body: &Map<String, Value>) -> Result<(), ApiError> {
+    let is_known = |name: &str| fields.iter().any(|(known, _)| *known == name);
     for (name, value) in body {
         let Some((_, rule)) = fields.iter().find(|(known, _)| known == name) else {
             if value.is_null() {
                 continue;
             }
-            return Err(ApiError::unknown_field(name, fields.iter().map(|(known, _)| *known)));
+            let known = fields.iter().map(|(known, _)| *known);
+            // Ollama's routes have them below.
+            if is_known("options") && OLLAMA_OPTIONS.iter().any(|(option, _)| option == name) {
+                let message =
+                    format!("`{name}` is an unknown field here: it belongs into `options`");
+                return Err(ApiError::invalid("unknown_parameter", name, message));
+            }
+            let error = ApiError::unknown_field(name, known.clone());
+            let is_other = |other: &&String| *other != name && !is_known(other);
+            let others = body.iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| name);
+            return Err(error.and_unknown(others.filter(is_other).take(UNKNOWN_NAMED), known));
         };
         if let Only(neutral, advice) = rule
             && !is_neutral(value, neutral)

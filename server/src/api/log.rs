@@ -10,7 +10,7 @@ use tracing::{info, warn};
 
 use super::error::ApiError;
 use super::metrics::{Metrics, ReplyMetrics};
-use super::register::Tracked;
+use super::register::{MEASURABLE_S, Tracked};
 use super::reply::{Head, Reply};
 use super::span::{Arrival, TracedRequest};
 use crate::models::Lease;
@@ -162,7 +162,10 @@ impl RequestLog {
         if let Some(metrics) = &self.of_replies {
             metrics.count(&usage);
         }
-        let reason = replies.first().map(|reply| &reply.finished.reason);
+        // Embeddings have none.
+        let is_reply = self.first_piece.is_some() || usage.reply_tokens() > 0;
+        let reason = replies.first().map(|reply| &reply.finished.reason).filter(|_| is_reply);
+        head.notes.iter().for_each(|note| self.tracked.note(0, 0, 0, note));
         self.tracked.finished(self.elapsed_ms(), reason, usage);
         let reasons: Vec<_> =
             replies.iter().map(|reply| finish_name(&reply.finished.reason)).collect();
@@ -291,10 +294,11 @@ fn milliseconds(time: Duration) -> u64 {
     time.as_millis() as u64
 }
 
-/// Tokens in a second, with one decimal.
+/// Tokens in a second, with one decimal; `None` if the time is too short to tell, as that of a reply in one piece.
 fn rate(tokens: u32, time: Option<Duration>) -> Option<f64> {
     let seconds = time?.as_secs_f64();
-    (tokens > 0 && seconds > 0.0).then(|| (f64::from(tokens) / seconds * 10.0).round() / 10.0)
+    (tokens > 0 && seconds >= MEASURABLE_S)
+        .then(|| (f64::from(tokens) / seconds * 10.0).round() / 10.0)
 }
 
 /// The notes of the replies as one text, cut at [`NOTES_BYTES`].

@@ -30,6 +30,7 @@ use super::app::App;
 use super::error::{ApiError, OpenAiError};
 use super::protocol::JSON;
 use super::pulls::{Busy, Step, Turn};
+use crate::bundled;
 
 /// Shortest time between two reports of progress.
 const REPORT_EVERY: Duration = Duration::from_millis(200);
@@ -149,6 +150,10 @@ async fn operators_body(
     app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
     let body = app.read_json(headers, body, content_type).await?;
     let Asked { repo, stream } = app.bodies.parse(body.bytes, parse).await?;
+    // Part of the program, and no repo. Clients of Ollama may name its tag.
+    if repo.strip_suffix(":latest").unwrap_or(&repo) == bundled::NAME {
+        return Ok(Asked { repo: bundled::NAME.into(), stream });
+    }
     let repo = model_id(&repo, app.models.room())
         .map_err(|problem| ApiError::value("model", format!("model: {problem}")))?
         .to_string();
@@ -202,6 +207,11 @@ async fn begin(
     repo: String,
     stops: bool,
 ) -> Result<(Report, Receiver<Report>, Option<StopOnDrop>), ApiError> {
+    if repo == bundled::NAME {
+        // Programs that pull a model before they use it go on.
+        let (_, receiver) = channel(1);
+        return Ok((Report::Done(PathBuf::new()), receiver, None));
+    }
     let (turn, stop) = app.pulls.begin(&repo).map_err(busy)?;
     let guard = stops.then(|| StopOnDrop(stop.clone()));
     let (reports, mut receiver) = Reports::new();

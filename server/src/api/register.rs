@@ -30,6 +30,9 @@ use crate::mcp::Ran;
 const ENDED: usize = 200;
 
 /// Notes of one request that are kept; the engine sends at most 256 for a choice.
+/// Shortest time over which a rate of tokens says something, in seconds.
+pub const MEASURABLE_S: f64 = 0.005;
+
 const NOTES: usize = 512;
 
 /// Frames that wait for one watcher. One that falls further behind is cut off, and may watch again.
@@ -57,12 +60,13 @@ impl Default for Register {
 }
 
 impl Register {
-    /// Enters a request that has just arrived at `route`. `id` is that of its reply.
-    pub fn enter(&self, id: &str, route: &str) -> Tracked {
+    /// Enters a request that has just arrived at `route`. `id` is that of its reply, `request_id` that of its HTTP request.
+    pub fn enter(&self, id: &str, request_id: &str, route: &str) -> Tracked {
         let (join, joining) = mpsc::channel(JOINING);
         let entry = Arc::new(Entry {
             number: self.next.fetch_add(1, Ordering::Relaxed),
             id: id.into(),
+            request_id: request_id.into(),
             route: route.into(),
             arrived: SystemTime::now(),
             clock: Instant::now(),
@@ -96,6 +100,8 @@ pub struct Entry {
     number: u64,
     /// Id of the reply.
     pub id: String,
+    /// Id of the HTTP request, as in the log.
+    request_id: String,
     route: String,
     arrived: SystemTime,
     clock: Instant,
@@ -170,7 +176,7 @@ impl Entry {
     }
 
     /// Whether its number is `text`, or one of its names or how it ended has it; `text` is in lower case. `sees_all` adds
-    /// its id and the texts of its notes, which are for operators.
+    /// its ids and the texts of its notes, which are for operators.
     pub fn has(&self, text: &str, sees_all: bool) -> bool {
         let has = |own: &str| own.to_lowercase().contains(text);
         let state = self.state.lock();
@@ -185,7 +191,10 @@ impl Entry {
         ];
         self.number.to_string() == text
             || names.into_iter().flatten().any(has)
-            || sees_all && (has(&self.id) || state.notes.iter().any(|note| has(&note.text)))
+            || sees_all
+                && (has(&self.id)
+                    || has(&self.request_id)
+                    || state.notes.iter().any(|note| has(&note.text)))
     }
 
     /// Its notes, as frames.
@@ -193,7 +202,7 @@ impl Entry {
         self.state.lock().notes.iter().map(Note::frame).collect()
     }
 
-    /// What it is and how far it is. `id` is left out unless `shows_id`: it opens the trace.
+    /// What it is and how far it is. Its ids are left out unless `shows_id`: that of the reply opens the trace.
     pub fn describe(&self, shows_id: bool) -> ListedRequest {
         let state = self.state.lock();
         let elapsed_ms = self.clock.elapsed().as_millis() as u64;
@@ -207,6 +216,7 @@ impl Entry {
         let mut listed = ListedRequest {
             number: self.number,
             id: shows_id.then(|| self.id.clone()),
+            request_id: shows_id.then(|| self.request_id.clone()),
             route: self.route.clone(),
             profile: state.profile.clone(),
             model: state.model.clone(),
@@ -228,10 +238,10 @@ impl Entry {
             tokens_per_second: None,
         };
         if let Some(end) = &state.end {
-            let reply_tokens = end.usage.map_or(0, |usage| usage.reply_tokens());
             listed.phase = end.phase;
             listed.elapsed_ms = end.total_ms;
-            listed.reply_tokens = reply.max(reply_tokens);
+            // As in the reply and in the log: the token that ended it does not count.
+            listed.reply_tokens = end.usage.map_or(reply, |usage| usage.reply_tokens());
             listed.end = Some(ListedEnd {
                 reasoning_tokens: end.usage.map(|usage| usage.reasoning_tokens),
                 answer_tokens: end.usage.map(|usage| usage.answer_tokens),
@@ -245,7 +255,8 @@ impl Entry {
         let until = listed.elapsed_ms;
         let seconds = state.first_piece_ms.map(|first| until.saturating_sub(first) as f64 / 1e3);
         let tokens = f64::from(listed.reply_tokens);
-        let rate = seconds.filter(|seconds| *seconds > 0.0).map(|seconds| tokens / seconds);
+        let rate =
+            seconds.filter(|seconds| *seconds >= MEASURABLE_S).map(|seconds| tokens / seconds);
         listed.tokens_per_second = rate.map(|rate| (rate * 10.0).round() / 10.0);
         listed
     }
@@ -258,6 +269,8 @@ pub struct ListedRequest {
     number: u64,
     /// For operators: it opens the trace.
     id: Option<String>,
+    /// `X-Request-Id` of its HTTP request, for operators.
+    request_id: Option<String>,
     route: String,
     profile: Option<String>,
     model: Option<String>,
@@ -526,9 +539,10 @@ mod tests {
     #[test]
     fn the_oldest_ended_requests_are_forgotten_and_no_running_one() {
         let register = Register::default();
-        let running = register.enter("running", "/v1/chat/completions");
+        let running = register.enter("running", "req", "/v1/chat/completions");
         for number in 0..2 * ENDED {
-            let mut ended = register.enter(&format!("ended-{number}"), "/v1/chat/completions");
+            let mut ended =
+                register.enter(&format!("ended-{number}"), "req", "/v1/chat/completions");
             ended.finished(1, None, Usage::default());
         }
         assert!(register.get("running").is_some());
@@ -542,7 +556,7 @@ mod tests {
     #[test]
     fn a_watcher_that_falls_behind_is_cut_off_and_told_so() {
         let register = Register::default();
-        let mut tracked = register.enter("a", "/v1/chat/completions");
+        let mut tracked = register.enter("a", "req", "/v1/chat/completions");
         let mut watched = register.get("a").unwrap().watch().unwrap();
         tracked.watchers.extend(tracked.joining.try_recv());
         for _ in 0..2 * FRAMES {
@@ -556,12 +570,13 @@ mod tests {
     #[test]
     fn requests_are_found_by_their_names_and_by_operators_by_their_notes() {
         let register = Register::default();
-        let mut tracked = register.enter("chatcmpl-7f", "/chat/completions");
+        let mut tracked = register.enter("chatcmpl-7f", "of-my-proxy", "/chat/completions");
         tracked.admitted("agents", false);
         tracked.queued("owner/Tiny", Vec::new());
         tracked.note(0, 1, 0, "closed the reasoning after 143 tokens (Loop)");
         tracked.failed(1, 400, "invalid_value");
         let entry = register.get("chatcmpl-7f").unwrap();
+        assert!(entry.has("of-my-proxy", true) && !entry.has("of-my-proxy", false));
         for text in ["agents", "owner/tiny", "completions", "1", "", "invalid_value", "failed"] {
             assert!(entry.has(text, false) && entry.has(text, true), "{text}");
         }
@@ -574,7 +589,7 @@ mod tests {
     #[test]
     fn notes_of_a_request_are_bounded() {
         let register = Register::default();
-        let mut tracked = register.enter("a", "/v1/chat/completions");
+        let mut tracked = register.enter("a", "req", "/v1/chat/completions");
         for _ in 0..2 * NOTES {
             tracked.note(0, 1, 0, "x");
         }

@@ -2,7 +2,9 @@
 //!
 //! The next request on a connection follows the body. hyper closes a connection whose body was not read to its end,
 //! without a word to the client, whose next request then fails. So a small rest is read and dropped before the reply is
-//! sent, and a reply that leaves more of it says `Connection: close`.
+//! sent, and a reply that leaves more of it says `Connection: close`. A client that still sends would not read that reply:
+//! its connection is reset when the server closes it. So the rest is read and dropped while the reply is sent, up to a
+//! limit, as the lingering close of other servers does.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,6 +27,12 @@ const REST_BYTES: usize = 64 << 10;
 /// Time that a reply waits for the unread rest of its request.
 const REST_TIME: Duration = Duration::from_millis(500);
 
+/// Bytes that are read and dropped while a reply is sent: the largest body of any route.
+const LINGER_BYTES: usize = 128 << 20;
+
+/// Time for that.
+const LINGER_TIME: Duration = Duration::from_secs(10);
+
 /// A body that its reader has dropped.
 type Rest = Arc<Mutex<Option<Body>>>;
 
@@ -41,27 +49,30 @@ pub async fn drain(request: Request, next: Next) -> Response {
         request.map(|body| Body::new(Watched { body, has_ended: false, rest: rest.clone() }));
     let mut response = next.run(request).await;
     let left = rest.lock().take();
-    if let Some(body) = left
-        && (is_announced || !is_drained(body).await)
+    if let Some(mut body) = left
+        && (is_announced || !is_drained(&mut body, REST_BYTES, REST_TIME).await)
     {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        if !is_announced {
+            tokio::spawn(async move { is_drained(&mut body, LINGER_BYTES, LINGER_TIME).await });
+        }
     }
     response
 }
 
-/// Whether `body` has ended within the limits, read from here.
-async fn is_drained(mut body: Body) -> bool {
+/// Whether `body` has ended within so many bytes and this time, read from here.
+async fn is_drained(body: &mut Body, most: usize, time: Duration) -> bool {
     let read = async {
         let mut bytes = 0;
         while let Some(frame) = body.frame().await {
             bytes += frame.ok()?.data_ref().map_or(0, Bytes::len);
-            if bytes > REST_BYTES {
+            if bytes > most {
                 return None;
             }
         }
         Some(())
     };
-    tokio::time::timeout(REST_TIME, read).await.is_ok_and(|read| read.is_some())
+    tokio::time::timeout(time, read).await.is_ok_and(|read| read.is_some())
 }
 
 /// A body that is kept when its reader drops it before its end.

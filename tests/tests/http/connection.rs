@@ -137,6 +137,25 @@ async fn a_connection_takes_requests_after_a_refusal_that_reads_no_body() {
     }
 }
 
+/// A client that sends a long body to its end, as most do, reads why it was refused: the connection was reset before.
+#[tokio::test]
+async fn a_refusal_reaches_a_client_that_still_sends_its_body() {
+    let server = Served::start(ServerConfig::default(), answer).await;
+    let length = 24 << 20;
+    let head =
+        format!("POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n");
+    let mut socket = server.send(head).await;
+    let part = vec![b'x'; 1 << 20];
+    for sent in 0..24 {
+        // The reply has been sent long ago.
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        socket.write_all(&part).await.unwrap_or_else(|error| panic!("after {sent} MiB: {error}"));
+    }
+    let reply = read(socket).await;
+    assert!(reply.starts_with("HTTP/1.1 404"), "{reply}");
+    assert!(reply.to_lowercase().contains("\r\nconnection: close\r\n"), "{reply}");
+}
+
 /// A disconnected client must not make others wait for its reply. Both kinds of reply own the
 /// engine's receiver, which hyper drops when the connection closes.
 #[tokio::test]

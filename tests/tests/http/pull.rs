@@ -122,6 +122,16 @@ async fn clients_of_ollama_download_models_in_lines_or_at_once() {
     let body = json!({"name": "owner/tiny", "stream": false, "insecure": false});
     let (status, text) = pull(&app, "/api/pull", "op", &body).await;
     assert_eq!((status, text.as_str()), (200, "{\"status\":\"success\"}"));
+    // Programs that pull a model before they use it do so with the bundled one, too.
+    for name in ["tiny-hybrid-4bit", "tiny-hybrid-4bit:latest"] {
+        for stream in [false, true] {
+            let body = json!({"model": name, "stream": stream});
+            let (status, text) = pull(&app, "/api/pull", "op", &body).await;
+            assert_eq!((status, text.trim_end()), (200, "{\"status\":\"success\"}"), "{name}");
+        }
+        let (status, text) = pull(&app, "/v1/models/pull", "op", &json!({"model": name})).await;
+        assert!(status == 200 && text.contains("\"success\""), "{text}");
+    }
 }
 
 #[tokio::test]

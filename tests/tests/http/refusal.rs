@@ -1,7 +1,7 @@
 //! Rejected requests: fields, values, keys, bodies and paths.
 
 use axum::body::Body;
-use axum::http::{Method, StatusCode, header};
+use axum::http::{Method, Response, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
 use steersman_engine::{Error, RequestError};
@@ -29,6 +29,15 @@ async fn unsupported_fields_are_rejected_by_name() {
     for field in ["frequency_penality", "options", "keep_alive", "guided_xml"] {
         rejected(&app, body(json!({field: 1})), 400, "unknown_parameter", field, field).await;
     }
+    // All unknown fields are told at once.
+    let slips = json!({"temprature": 1, "x_mine": 2, "max_tokns": 3, "x_null": null});
+    let (status, reply) = chat(&app, body(slips)).await;
+    let message = reply["error"]["message"].as_str().unwrap();
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    for words in ["did you mean `temperature`?", "`x_mine` is an unknown", "mean `max_tokens`?"] {
+        assert!(message.contains(words), "{message}");
+    }
+    assert!(!message.contains("x_null"), "{message}");
     // Whoever leaves out a field of another API loses what it asks for.
     for (field, words) in [
         ("enable_thinking", "this route has `reasoning_effort` for it"),
@@ -364,14 +373,23 @@ async fn unknown_paths_and_methods_are_errors_in_openai_format() {
 /// The status and the words are the policy's; type and code tell programs what it is.
 #[tokio::test]
 async fn a_refusal_by_a_policy_reaches_the_client_in_its_dialect() {
-    for (status, kind, of_anthropic) in [
-        (402, "invalid_request_error", "invalid_request_error"),
-        (403, "permission_error", "permission_error"),
-        (429, "rate_limit_error", "rate_limit_error"),
+    // What `Retry-After` and `x-should-retry` tell: a 429 without a time was repeated after two seconds.
+    let told = |response: &Response<Body>| {
+        ["retry-after", "x-should-retry"].map(|name| {
+            response.headers().get(name).map(|value| value.to_str().unwrap().to_owned())
+        })
+    };
+    let some = |text: &str| Some(text.to_owned());
+    for (status, kind, of_anthropic, retry_after_s, expected) in [
+        (402, "invalid_request_error", "invalid_request_error", None, [None, some("false")]),
+        (403, "permission_error", "permission_error", None, [None, some("false")]),
+        (429, "rate_limit_error", "rate_limit_error", None, [None, some("false")]),
+        (429, "rate_limit_error", "rate_limit_error", Some(60), [some("60"), None]),
+        (429, "rate_limit_error", "rate_limit_error", Some(61), [some("61"), some("false")]),
     ] {
         let (engine, _) = engine_that("owner/tiny", 8, move |_| {
             let message = "not today".into();
-            let refused = RequestError::Refused { status, message };
+            let refused = RequestError::Refused { status, message, retry_after_s };
             vec![Say(Event::Failed(Error::Request(refused)))]
         });
         let app = steersman::app(engine, &ServerConfig::default());
@@ -390,6 +408,7 @@ async fn a_refusal_by_a_policy_reaches_the_client_in_its_dialect() {
             .unwrap();
         let response = send(&app, request).await;
         assert_eq!(response.status().as_u16(), status);
+        assert_eq!(told(&response), expected);
         assert_eq!(json_of(response).await["error"]["type"], of_anthropic);
     }
 }

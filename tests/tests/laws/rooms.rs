@@ -122,7 +122,7 @@ const HOUSES: [House; 6] = [
             ("address", ""),
             (
                 "api",
-                "config connections console keys link mcp media_type models reload shutdown system throttle wiring words",
+                "bundled config connections console keys link mcp media_type models reload shutdown system throttle wiring words",
             ),
             ("bench", "bundled hub ranks verify"),
             ("bundled", ""),
@@ -137,7 +137,7 @@ const HOUSES: [House; 6] = [
             ("environment", ""),
             ("exit", ""),
             ("heap", ""),
-            ("hub", "bundled"),
+            ("hub", "bundled words"),
             ("keys", "config words"),
             ("link", "config keys"),
             ("local", "api config models serve"),
