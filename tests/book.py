@@ -56,7 +56,7 @@ class Page:
 
     def process(self, text, **options):
         command = ["bash", "-euo", "pipefail", "-c", text]
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment, **options)
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, **options)
 
     def run(self, text):
         status = self.process(text).wait(TIMEOUT_S)

@@ -148,6 +148,9 @@ def run(binary: str, work: Path, env: dict[str, str]) -> None:
     assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
     done = ask(stdin="What is the capital of Italy?\n")
     assert done.stdout == "The capital of Italy is Rome.\n", done
+    # Text that is piped in goes before the words of the command.
+    both, alone = ask("Italy?", stdin="What is the capital of\n").stdout, ask("Italy?").stdout
+    assert both == ask(stdin="What is the capital of\n\nItaly?").stdout != alone, (both, alone)
     schema = work / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": false}')
     done = ask("--json-schema", str(schema), "--think", "off", "-", stdin="Say seven.")
@@ -179,6 +182,7 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    quiet = {"env": env, "stdin": subprocess.DEVNULL, "text": True, "capture_output": True, "timeout": PATIENCE}
     config, url = work / "served.toml", f"http://127.0.0.1:{port}"
     config.write_text(f"[server]\nport = {port}\n")
     server = Terminal([binary, "serve", "--config", str(config)], env)
@@ -189,7 +193,7 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     assert token not in server.shown[server.seen :], "the log has the token"
 
     command = [binary, "run", "tiny-hybrid-4bit", "--config", str(config), "--temperature", "0"]
-    done = subprocess.run([*command, "What is the capital of Italy?"], env=env, text=True, capture_output=True, timeout=PATIENCE)
+    done = subprocess.run([*command, "What is the capital of Italy?"], **quiet)
     assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
     # Without a prompt a terminal gets a chat.
     terminal = Terminal(command, env)
@@ -206,16 +210,16 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
         ("tiny-hybird-4bit", f"but {names}; did you mean `tiny-hybrid-4bit`?; nor can this process load it: there is no model"),
     ]:
         absent = [*command[:2], name, *command[3:], "Hi"]
-        done = subprocess.run(absent, env=env, text=True, capture_output=True, timeout=PATIENCE)
+        done = subprocess.run(absent, **quiet)
         said = f"the server at {url} does not serve {name}, {words}"
         assert done.returncode == 1 and said in done.stderr and "[models]" not in done.stderr, done
     # The words of a prompt need no quotes.
-    done = subprocess.run([*command, *"What is the capital of Italy?".split()], env=env, text=True, capture_output=True, timeout=PATIENCE)
+    done = subprocess.run([*command, *"What is the capital of Italy?".split()], **quiet)
     assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
     # A model of this process runs beside the server: it says that state is not saved, and nothing of other files.
     assert "database" not in done.stderr, done
     local = [*command[:2], "--local", *command[2:], "What is the capital of Italy?"]
-    done = subprocess.run(local, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    done = subprocess.run(local, **quiet)
     assert done.stdout == "The capital of Italy is Rome.\n", done
     assert [line for line in done.stderr.splitlines() if "prefix store is in use" not in line] == [], done
     terminal = Terminal([binary, "chat", "--local", "--config", str(config), "--temperature", "0"], env)
@@ -229,13 +233,29 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     assert server.end() == 0, server.shown
 
 
+def closed(binary: str, work: Path, env: dict[str, str]) -> None:
+    """A server whose terminal is closed stops, with a configuration, too; with a terminal, SIGHUP reads that again."""
+    config = work / "closed.toml"
+    config.write_text("[server]\nport = 0\n")
+    for options in ([], ["--config", str(config)]):
+        server = Terminal([binary, "serve", "--port", "0", *options], env)
+        server.expect("Steersman serves tiny-hybrid-4bit")
+        os.kill(server.pid, signal.SIGHUP)
+        server.expect("configuration reloaded" if options else "SIGHUP ignored")
+        os.close(server.terminal)
+        end = time.monotonic() + PATIENCE
+        while os.waitpid(server.pid, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < end, "the server has no terminal and runs on"
+            time.sleep(0.1)
+
+
 def main() -> None:
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
     binary = sys.argv[1] if len(sys.argv) > 1 else str(target / "debug/steersman")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         env = {"HOME": folder, "TERM": "xterm", "STEERSMAN_DATA_DIR": str(work / "data")}
-        for check in (chat, run, served):
+        for check in (chat, run, served, closed):
             start = time.monotonic()
             check(binary, work, env)
             print(f"{check.__name__}: {time.monotonic() - start:.1f} s")

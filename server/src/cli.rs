@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use serde::Deserialize;
@@ -29,6 +29,37 @@ use steersman_engine::policy::{Storage, create_private_folder, this_program};
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// What to type for the commands of other servers that have none here.
+const OTHER_COMMANDS: [(&str, &str); 8] = [
+    ("ls", "`steersman list` lists the models"),
+    (
+        "ps",
+        "`steersman ps` is not a command: the console and `GET /api/ps` of the server have the loaded models",
+    ),
+    (
+        "stop",
+        "`steersman stop` is not a command: Ctrl-C or SIGTERM stops a server, and the console, or `keep_alive: 0` in a \
+         request, unloads a model",
+    ),
+    (
+        "create",
+        "`steersman create` is not a command: a table [profiles.NAME] of the configuration is what a Modelfile is; \
+         `steersman init` writes a configuration with every key",
+    ),
+    (
+        "cp",
+        "`steersman cp` is not a command: the table [aliases] of the configuration gives models further names",
+    ),
+    ("push", "`steersman policy push` uploads a policy to a server; models are not uploaded"),
+    ("remove", "`steersman rm` removes a downloaded model"),
+    ("version", "`steersman --version` prints the version"),
+];
+
+/// The advice for the unknown command `name`, if it is one of another server.
+pub fn tip_for(name: &str) -> Option<&'static str> {
+    OTHER_COMMANDS.iter().find(|(other, _)| *other == name).map(|(_, tip)| *tip)
 }
 
 #[derive(Subcommand)]
@@ -401,6 +432,21 @@ impl Place {
             Ok(data_dir) if data_dir.is_dir() => Storage::compile_cache(&data_dir),
             _ => Storage::in_memory(),
         }
+    }
+
+    /// The configuration and the data folder, for commands that only look at what is there.
+    ///
+    /// # Errors
+    /// If the folder is missing, as a mistyped one is.
+    pub fn read_existing(self) -> Result<(FileConfig, PathBuf)> {
+        let file = configured(self.config.as_deref())?;
+        let data_dir = self.data_dir()?;
+        ensure!(
+            data_dir.is_dir(),
+            "there is no data folder {}: no server has used it yet (--data-dir or STEERSMAN_DATA_DIR names another)",
+            data_dir.display()
+        );
+        Ok((file, data_dir))
     }
 
     /// The configuration and the data folder, which is created if missing.

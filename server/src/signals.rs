@@ -3,10 +3,13 @@
 //! | signal | effect |
 //! |---|---|
 //! | SIGINT, SIGTERM | the server stops; while models are loaded, the process ends at once with status 0 |
-//! | SIGHUP | the configuration is read again; ignored without one |
+//! | SIGHUP | the configuration is read again; ignored without one. If it comes because the terminal was closed from which the server was started, the server stops |
 //! | SIGUSR1, SIGUSR2 | ignored |
 //! | SIGXFSZ | ignored: a write beyond a limit on the size of files (`ulimit -f`) is an error, as on a full disk |
 //! | SIGQUIT | the default of the system: the process ends at once, with a core dump where these are on |
+
+#[cfg(unix)]
+use std::io::IsTerminal;
 
 #[cfg(unix)]
 use anyhow::Context;
@@ -58,7 +61,19 @@ impl Signals {
             count(kind, stops.clone())?;
         }
         let (hangups, counted) = watch::channel(0);
-        count(SignalKind::hangup(), hangups)?;
+        let mut signals = on(SignalKind::hangup())?;
+        let had_terminal = std::io::stdin().is_terminal();
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() {
+                // A closed one is a terminal no more. Nobody would see a server that went on, nor stop it.
+                if had_terminal && !std::io::stdin().is_terminal() {
+                    tracing::info!("the terminal was closed: the server stops");
+                    stops.send_modify(|count| *count += 1);
+                } else {
+                    hangups.send_modify(|count| *count += 1);
+                }
+            }
+        });
         Ok(Self { stop: StopSignals(stop), hangups: Hangups(counted) })
     }
 

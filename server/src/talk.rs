@@ -221,7 +221,13 @@ async fn is_ready(client: &Client) -> bool {
     loop {
         match client.presence().await {
             Presence::Ready => return true,
-            Presence::Absent => return false,
+            Presence::Absent => {
+                if is_said {
+                    let line = format!("the server at {} has ended", client.url());
+                    let _ = writeln!(std::io::stderr(), "{line}");
+                }
+                return false;
+            }
             Presence::Loading(model) => {
                 if !std::mem::replace(&mut is_said, true) {
                     let model = model.filter(|model| !model.is_empty());

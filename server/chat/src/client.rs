@@ -1,6 +1,8 @@
 //! The HTTP client: what answers at an address, the models of a server, and streamed replies.
 
+use std::error::Error as _;
 use std::fmt;
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -70,6 +72,54 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
+/// The port on which a server listens unless its configuration or `--port` says otherwise.
+const PORT: u16 = 11436;
+
+/// The address that `text` names, without a slash at its end.
+fn address(text: &str) -> Result<String> {
+    let wrong = || anyhow!("{text:?} is not an address: write it as http://HOST:PORT");
+    let url = text.trim();
+    let has_scheme = url.contains("://");
+    let url = if has_scheme { url.to_owned() } else { format!("http://{url}") };
+    let url = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
+    let uri: http::Uri = url.parse().map_err(|_| wrong())?;
+    let authority = uri.authority().ok_or_else(wrong)?;
+    let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
+    // `http:/HOST` begins with a host of the name http.
+    if !is_http || authority.host().is_empty() || authority.as_str().ends_with(':') {
+        return Err(wrong());
+    }
+    Ok(match (has_scheme, authority.port_u16()) {
+        (false, None) => url.replacen(authority.as_str(), &format!("{authority}:{PORT}"), 1),
+        _ => url.to_owned(),
+    })
+}
+
+/// Why a server cannot be reached, without the words of the libraries that say so.
+fn unreachable(error: &hyper_util::client::legacy::Error) -> String {
+    let mut causes = std::iter::successors(error.source(), |cause| (*cause).source());
+    let is_tls = |cause: &&(dyn std::error::Error + 'static)| {
+        let text = cause.to_string();
+        text.contains("InvalidContentType") || text.contains("corrupt message")
+    };
+    if causes.clone().any(|cause| is_tls(&cause)) {
+        return "it does not speak TLS: begin the address with http://".into();
+    }
+    let io = causes.find_map(|cause| cause.downcast_ref::<std::io::Error>());
+    match io.map(std::io::Error::kind) {
+        Some(ErrorKind::ConnectionRefused) => {
+            "no server answers there; start one with `steersman serve`, or name another address with --url".into()
+        }
+        Some(ErrorKind::TimedOut) => "no server answers there in time".into(),
+        _ if error.is_connect() => {
+            // The last cause is that of the system, such as a name without an address.
+            let last = std::iter::successors(error.source(), |cause| (*cause).source()).last();
+            format!("no server can be reached there: {}", last.map_or_else(String::new, |last| last.to_string()))
+        }
+        _ => "the connection broke before the reply".into(),
+    }
+}
+
 /// The address at which programs on this machine find the server that listens on `host` and `port`.
 pub fn url(host: &str, port: u16) -> String {
     match host.parse::<IpAddr>() {
@@ -123,18 +173,13 @@ impl fmt::Debug for Reply {
 }
 
 impl Client {
-    /// A client of the server at `url`, with or without `http://` before it and `/v1` at its end.
+    /// A client of the server at `url`, with or without `/v1` at its end. Without `http://` before it, the port is
+    /// [`PORT`] if it names none.
     ///
     /// # Errors
     /// If the address is not one of HTTP, or the key cannot be sent.
     pub fn new(url: &str, key: Option<&str>) -> Result<Self> {
-        let scheme = if url.contains("://") { "" } else { "http://" };
-        let url = format!("{scheme}{url}");
-        let url = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
-        let uri: http::Uri = url.parse().with_context(|| format!("the address {url}"))?;
-        if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
-            bail!("{url} is not an address: write it as http://HOST:PORT");
-        }
+        let url = address(url)?;
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT));
         connector.set_nodelay(true);
@@ -257,10 +302,7 @@ impl Client {
         let body = body.map(Value::to_string).unwrap_or_default();
         let request = request.body(Full::from(body)).context("this request cannot be sent")?;
         let response = self.http.request(request).await;
-        response.map_err(|error| {
-            let advice = if error.is_connect() { ": is a server running there?" } else { "" };
-            anyhow!(error).context(format!("{}{advice}", self.url))
-        })
+        response.map_err(|error| anyhow!("{}: {}", self.url, unreachable(&error)))
     }
 
     async fn json(&self, response: Response<Incoming>) -> Result<Value> {

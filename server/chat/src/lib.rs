@@ -55,18 +55,24 @@ pub struct Options {
     #[arg(long, value_name = "MODE", default_value = "auto")]
     pub think: Think,
     /// Maximum number of tokens of an answer; reasoning does not count
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub max_tokens: Option<u32>,
     /// Sampling temperature; 0 is greedy
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
+}
+
+/// The number in `text`. The parser of Rust says "invalid float literal".
+fn temperature(text: &str) -> Result<f32, String> {
+    let number = text.parse().ok().filter(|number| (0.0..=2.0).contains(number));
+    number.ok_or_else(|| "it must be a number from 0 to 2".into())
 }
 
 /// Options of `run` only.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Once {
-    /// The prompt, whose words need no quotes; `-` reads it from standard input, and so does none, but on a terminal,
-    /// where a chat begins
+    /// The prompt, whose words need no quotes; text that is piped in goes before it. Without one, a chat begins on a terminal;
+    /// `-` reads a prompt there
     pub prompt: Vec<String>,
     /// File with a JSON schema that the answer follows
     #[arg(long, value_name = "FILE")]

@@ -1,7 +1,12 @@
 //! `run`: one prompt and its answer, for pipes.
 
-use std::io::{IsTerminal, Read, Write};
+use std::fs::File;
+use std::io::{IsTerminal, Read, Stdin, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -10,6 +15,9 @@ use crate::client::{Client, End, Piece};
 use crate::screen::printable;
 use crate::session::Session;
 use crate::{Once, Options};
+
+/// Time after which `run` says that it reads standard input.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Largest prompt on standard input.
 const PROMPT_BYTES: u64 = 256 << 20;
@@ -78,28 +86,56 @@ pub fn is_prompted(once: &Once) -> bool {
     !once.prompt.is_empty() || once.json_schema.is_some() || !on_terminal
 }
 
-/// The prompt of the command line, in one or several words, or of standard input.
+/// The prompt of the command line, in one or several words, behind the text that a pipe or a file has on standard input.
 fn prompt(words: &[String]) -> Result<String> {
-    let is_read = words.is_empty() || words == ["-"];
-    let prompt = match is_read {
-        false => words.join(" "),
+    let stdin = std::io::stdin();
+    let is_asked = words.is_empty() || words == ["-"];
+    let text = match is_asked {
         true => {
-            let stdin = std::io::stdin();
             ensure!(
                 !words.is_empty() || !stdin.is_terminal(),
                 "there is no prompt: write it after the model, or pipe it in"
             );
-            let mut text = String::new();
-            stdin
-                .take(PROMPT_BYTES)
-                .read_to_string(&mut text)
-                .context("reading the prompt from standard input")?;
-            // That of `echo` and of most files: a model would see it as part of the question.
-            text.trim_end_matches(['\r', '\n']).to_owned()
+            read(stdin)?
         }
+        false if is_piped(&stdin) => read(stdin)?,
+        false => String::new(),
+    };
+    let words = if is_asked { String::new() } else { words.join(" ") };
+    let prompt = if text.is_empty() || words.is_empty() {
+        text + &words
+    } else {
+        format!("{text}\n\n{words}")
     };
     ensure!(!prompt.trim().is_empty(), "the prompt is empty");
     Ok(prompt)
+}
+
+/// Returns true if standard input is a pipe or a file: what a shell makes of `|` and `<`. Nobody types there, and a socket or
+/// `/dev/null` is what a service or a program without a use for it gives.
+fn is_piped(stdin: &Stdin) -> bool {
+    let kind = stdin.as_fd().try_clone_to_owned().and_then(|file| File::from(file).metadata());
+    kind.is_ok_and(|kind| kind.file_type().is_fifo() || kind.is_file())
+}
+
+/// The text of standard input. Says what it waits for if that takes long: a program may have left a pipe open.
+fn read(stdin: Stdin) -> Result<String> {
+    let (done, is_done) = mpsc::channel::<()>();
+    let waiting = std::thread::spawn(move || {
+        if is_done.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            let hint = "reading the prompt from standard input, until it ends; `< /dev/null` leaves it out";
+            // A closed stderr is no error.
+            let _ = writeln!(std::io::stderr(), "{hint}");
+        }
+    });
+    let mut text = String::new();
+    let read = stdin.take(PROMPT_BYTES).read_to_string(&mut text);
+    drop(done);
+    // It has written a line at most.
+    let _ = waiting.join();
+    read.context("reading the prompt from standard input")?;
+    // The last end of line is that of `echo` and of most files: a model would see it as part of the question.
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// The form of a reply that follows the schema in `file`.

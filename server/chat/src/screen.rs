@@ -122,7 +122,8 @@ impl<W: Write> Screen<W> {
     /// If `out` cannot be written.
     pub fn failed(&mut self, error: &anyhow::Error) -> Result<()> {
         self.end_reply()?;
-        writeln!(self.out, "error: {}", printable(&format!("{error:#}")))
+        let text = steersman_log::without_numbers_of_errors(&format!("{error:#}"));
+        writeln!(self.out, "error: {}", printable(&text))
     }
 
     /// Shows or hides the reasoning from now on; shows that of the last reply.

@@ -15,10 +15,15 @@ pub const HELP: &str = "\
 /reset, /clear      forget the conversation, except the system text
 /save FILE          write the conversation to a new JSON file
 /load FILE          continue a conversation that was saved, in place of this one
-/help               list the commands
-/exit, /bye         leave, as Ctrl-D does
+/help, /?           list the commands
+/exit, /bye, /quit  leave, as Ctrl-D does
 Ctrl-C stops a reply. A line that ends with \\ continues on the next. Text that begins with \"\"\" ends with the next. // at the
 beginning sends a /.";
+
+/// The names of the commands.
+const COMMANDS: &[&str] = &[
+    "think", "profile", "system", "reset", "clear", "save", "load", "help", "exit", "bye", "quit",
+];
 
 /// What stands around a text of several lines.
 const QUOTES: &str = "\"\"\"";
@@ -91,12 +96,17 @@ impl Command {
             ("load", Some(file)) => Ok(Self::Load(file.into())),
             ("save" | "load", None) => Err(format!("/{name}: name a file")),
             ("reset" | "clear", None) => Ok(Self::Reset),
-            ("help", None) => Ok(Self::Help),
+            ("help" | "?", None) => Ok(Self::Help),
             ("exit" | "quit" | "bye", None) => Ok(Self::Exit),
-            ("reset" | "clear" | "help" | "exit" | "quit" | "bye", Some(_)) => {
+            ("reset" | "clear" | "help" | "?" | "exit" | "quit" | "bye", Some(_)) => {
                 Err(format!("/{name} takes nothing"))
             }
-            _ => Err(format!("there is no command /{name}; /help lists them")),
+            _ => {
+                let distance = |known: &&&str| strsim::osa_distance(name, known);
+                let near = COMMANDS.iter().min_by_key(distance).filter(|near| distance(near) <= 2);
+                let near = near.map(|near| format!("; did you mean /{near}?")).unwrap_or_default();
+                Err(format!("there is no command /{name}; /help lists them{near}"))
+            }
         }
     }
 }
@@ -229,6 +239,7 @@ mod tests {
         assert_eq!(parse("/save my chat.json"), Command::Save("my chat.json".into()));
         // As in Ollama's chat.
         assert_eq!((parse("/clear"), parse("/bye")), (Command::Reset, Command::Exit));
+        assert_eq!((parse("/?"), parse("/quit")), (Command::Help, Command::Exit));
     }
 
     /// A user of Ollama's chat quotes texts of several lines, whose first one was sent alone.
@@ -258,7 +269,8 @@ mod tests {
             ("/save", "name a file"),
             ("/load", "name a file"),
             ("/reset all", "takes nothing"),
-            ("/thnik", "/help lists them"),
+            ("/thnik", "/help lists them; did you mean /think?"),
+            ("/regenerate", "there is no command /regenerate; /help lists them"),
             ("/", "/help lists them"),
         ] {
             let error = Command::parse(line).unwrap_err();

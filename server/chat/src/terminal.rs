@@ -262,7 +262,8 @@ impl Chat<'_> {
             .create_new(true)
             .open(file)
             .and_then(|mut file| file.write_all(text.as_bytes()));
-        written.with_context(|| format!("saving in {}", file.display()))
+        written
+            .with_context(|| format!("saving in {} (/save writes a new file only)", file.display()))
     }
 
     /// Continues the conversation in a file; returns its number of turns.

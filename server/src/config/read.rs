@@ -29,9 +29,10 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = steersman_log::without_numbers_of_errors(&self.text);
         match self.line {
-            Some(line) => write!(f, "line {line}: {}", self.text),
-            None => f.write_str(&self.text),
+            Some(line) => write!(f, "line {line}: {text}"),
+            None => f.write_str(&text),
         }
     }
 }
