@@ -7,6 +7,9 @@ use crate::policy::{self, Action, Observations, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::Phase;
 
+/// Start of the note on a rewind that is not possible.
+const NOT_REWOUND: &str = "did not rewind";
+
 impl Steering {
     /// The call of `on-step` after a commit, if one is due.
     pub(super) fn due_call(
@@ -105,9 +108,10 @@ impl Steering {
         }
         let note = format!("rewound {count} tokens after {length} tokens ({why})");
         let rewind = self.rewind(to, Some(note), reply, now);
-        if rewind.is_none() {
+        // One note for all: a policy may ask for it in each of its steps.
+        if rewind.is_none() && !reply.notes().iter().any(|note| note.starts_with(NOT_REWOUND)) {
             let reason = "the client already has the text";
-            reply.note(format!("did not rewind after {length} tokens ({why}): {reason}"));
+            reply.note(format!("{NOT_REWOUND} after {length} tokens ({why}): {reason}"));
         }
         rewind
     }
