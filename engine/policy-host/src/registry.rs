@@ -206,8 +206,8 @@ impl Policies {
         activated
     }
 
-    /// Activates the version before the active one and writes it to the policy's file. Later rollbacks
-    /// skip the version that was active.
+    /// Activates the version before the active one and writes it to the policy's file; the shipped one removes that file
+    /// instead, so that a later server has the version that ships with it. Later rollbacks skip the version that was active.
     ///
     /// # Errors
     /// [`Error::CannotRollBack`] if there is no earlier version, it is damaged, or another version became
@@ -234,7 +234,13 @@ impl Policies {
         if self.active().policy(policy).sha256() != current {
             return Err(failed("another version became active meanwhile; try again".into()));
         }
-        let mut notes = self.write(policy, source, &on_disk)?;
+        let ships = source.shipped().is_some_and(|shipped| {
+            hex::encode(Sha256::digest(&shipped.component)) == before.sha256
+        });
+        let (mut notes, origin) = match ships {
+            true => (self.remove(policy, source)?, Origin::Shipped),
+            false => (self.write(policy, source, &on_disk)?, Origin::History),
+        };
         self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
         let is_beside = !bundle.is_archive && !on_disk.golden.is_empty();
         if is_beside && let Err(problem) = check_golden(&valid, &on_disk.golden) {
@@ -242,7 +248,7 @@ impl Policies {
                 "restore the golden file of this version, too: the one beside it does not fit ({problem})"
             ));
         }
-        let version = Version::new(valid, &bundle, Origin::History, Breakers::default());
+        let version = Version::new(valid, &bundle, origin, Breakers::default());
         Ok(Activation { notes, ..self.activate(policy, version, &bundle.file) })
     }
 
@@ -471,6 +477,25 @@ impl Policies {
             format!("removed {}, which takes precedence over a component", removed.display())
         };
         Ok(replaced.filter(|_| removed).map(note).into_iter().collect())
+    }
+
+    /// Removes the files of a policy that the binary has, too. Returns a note for each that existed.
+    fn remove(&self, policy: &str, source: &Source) -> Result<Vec<String>, Error> {
+        let mut notes = Vec::new();
+        for path in source.bundle.iter().chain(&source.component) {
+            let removed = file::remove(path);
+            let is_removed = removed.map_err(|source| Error::NotWritten {
+                policy: policy.into(),
+                path: path.clone(),
+                source,
+            })?;
+            if is_removed {
+                let path = path.display();
+                notes.push(format!("removed {path}: the version that ships with the server is active"));
+            }
+        }
+        self.active().policy(policy).seen = None;
+        Ok(notes)
     }
 
     fn activate(&self, policy: &str, version: Version, file: &[u8]) -> Activation {

@@ -193,6 +193,36 @@ fn resolved(kinds: &str) -> BTreeSet<String> {
     lines.lines().map(|line| line.trim_end_matches(" (*)").trim_end().to_owned()).collect()
 }
 
+/// An example in a comment that no command compiles would rot. `doctest = false` spares each crate a start of rustdoc.
+#[test]
+fn no_comment_has_an_example_that_is_not_compiled() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let is_off = |folder: &Path| {
+        let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap_or_default();
+        manifest.contains("doctest = false")
+    };
+    let mut offenders = Vec::new();
+    for path in ["engine", "server", "tests"].iter().flat_map(|folder| sources(&root.join(folder))) {
+        let is_of_crate = path.ancestors().find(|folder| folder.join("Cargo.toml").exists());
+        if !is_of_crate.is_some_and(is_off) {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        let mut is_inside = false;
+        for (number, line) in (1..).zip(text.lines().map(str::trim)) {
+            let comment = line.strip_prefix("///").or(line.strip_prefix("//!"));
+            let Some(language) = comment.and_then(|text| text.trim().strip_prefix("```")) else {
+                continue;
+            };
+            is_inside = !is_inside;
+            if is_inside && (language.is_empty() || language.starts_with("rust")) {
+                offenders.push(format!("{}:{number}", path.display()));
+            }
+        }
+    }
+    assert!(offenders.is_empty(), "examples in crates with `doctest = false`: {offenders:#?}");
+}
+
 /// Otherwise `cargo run` compiles most dependencies a second time after `cargo test`. A crate that enables more
 /// features as a dev-dependency becomes a plain dependency of `steersman-tests` too.
 #[test]

@@ -185,6 +185,24 @@ fn the_digest_changes_with_everything_that_affects_decisions_only() {
     assert_eq!(digests.len(), 9);
 }
 
+/// The shipped version was written to the folder, where the one of a later release could not replace it.
+#[test]
+fn a_rollback_to_the_shipped_version_removes_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("passthrough.wasm");
+    let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
+    let profiles = profiles(&[("default", "passthrough")]);
+    let policies = load_with(&config, &profiles).unwrap();
+    policies.upload("passthrough", &version(b'a')).unwrap();
+    assert!(file.exists());
+    let done = policies.roll_back("passthrough").unwrap();
+    assert_eq!(done.sha256, sha256(crate::shipped("passthrough").unwrap().0));
+    assert!(done.notes[0].starts_with("removed ") && !file.exists(), "{:?}", done.notes);
+    policies.reload();
+    let report = policies.report().policies.remove(0);
+    assert_eq!((report.origin, report.problem), (Origin::Shipped, None));
+}
+
 #[test]
 fn rollbacks_return_version_by_version_and_update_the_file() {
     let site = Site::new();
