@@ -10,7 +10,7 @@ target=${CARGO_TARGET_DIR:-$PWD/../target}
 mkdir -p "$target/policies"
 
 # The policies that the binary embeds.
-shipped='agent budget cache-friendly default json-agent language
+shipped='agent brake budget cache-friendly default json-agent language
     no-repeat passthrough redact router rules tool-guard'
 
 # Built once, before the first policy is written: the binary embeds the shipped policies.

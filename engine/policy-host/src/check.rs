@@ -6,8 +6,9 @@
 use crate::contract::{
     Action, Answer, AnswerForm, Call, EVENT_TEXT_BYTES, HOOK_OFF, Hook, LABEL_BYTES,
     LABEL_NAME_BYTES, Labels, MAX_ACTIONS, MAX_BIAS, MAX_CANDIDATES, MAX_EDITS, MAX_EVENT_TEXTS,
-    MAX_LABELS, MAX_RETENTIONS, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, OPTIONAL_HOOKS, Plan,
-    PromptEdit, Replacement, SamplingPatch, TextVerdict, Verdict, Vocabulary,
+    MAX_LABELS, MAX_RETENTIONS, MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, MAX_WATCHED,
+    OPTIONAL_HOOKS, Plan, PromptEdit, Replacement, SamplingPatch, TextVerdict, Verdict, Vocabulary,
+    WatchedToken,
 };
 
 /// Checks the answer to a call.
@@ -87,7 +88,7 @@ pub fn answer(
     }
 }
 
-/// The events that a plan asks for, and the candidates.
+/// The events that a plan asks for, the candidates, and the tokens that it watches.
 fn events(plan: &Plan, vocabulary: &dyn Vocabulary) -> Result<(), String> {
     at_most(MAX_EVENT_TEXTS, plan.on_texts.len(), "texts in `on-texts`")?;
     let lengths = 1..=EVENT_TEXT_BYTES;
@@ -100,6 +101,25 @@ fn events(plan: &Plan, vocabulary: &dyn Vocabulary) -> Result<(), String> {
     if plan.candidates > MAX_CANDIDATES {
         let asked = plan.candidates;
         return Err(format!("`candidates` is {asked}, must be at most {MAX_CANDIDATES}"));
+    }
+    at_most(MAX_WATCHED, plan.watch.len(), "tokens in `watch`")?;
+    let text = plan.watch.iter().find_map(|watched| match watched {
+        WatchedToken::Text(text) => Some(text.len()).filter(|bytes| !lengths.contains(bytes)),
+        WatchedToken::Token(_) | WatchedToken::ReasoningEnd => None,
+    });
+    if let Some(bytes) = text {
+        return Err(format!(
+            "a text in `watch` has {bytes} bytes, must have 1 to {EVENT_TEXT_BYTES}"
+        ));
+    }
+    let watched = plan.watch.iter().filter_map(|watched| match watched {
+        WatchedToken::Token(token) => Some(*token),
+        WatchedToken::Text(_) | WatchedToken::ReasoningEnd => None,
+    });
+    let watched: Vec<_> = watched.collect();
+    if !watched.is_empty() {
+        known(watched.into_iter(), vocabulary.size())
+            .map_err(|problem| format!("`watch`: {problem}"))?;
     }
     if plan.on_tokens.is_empty() {
         return Ok(());

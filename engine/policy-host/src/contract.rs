@@ -35,13 +35,14 @@ pub(crate) mod bindings {
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
     Action, AnswerForm, Ban, Bias, Caller, Candidate, Counted, DrawnToken, EarlierCall, LoopReport,
-    LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
-    PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
-    SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
+    LoopRule, MessageView, Observations, Outlook, ParamsView, Phase, Plan, PreparedParams,
+    PromptEdit, PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange,
+    SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias,
+    ToolCallView, Verdict, Watched, WatchedToken,
 };
 
 /// Version of the contract in `wit/`.
-pub const CONTRACT: &str = "0.5.0";
+pub const CONTRACT: &str = "0.6.0";
 
 /// Bytes of each system message that a policy sees.
 pub const SYSTEM_BYTES: usize = 256 * 1024;
@@ -93,6 +94,10 @@ pub const MAX_EVENT_TEXTS: usize = 16;
 pub const EVENT_TEXT_BYTES: usize = 256;
 /// `plan.candidates` at most.
 pub const MAX_CANDIDATES: u32 = 8;
+/// Tokens of `plan.watch`.
+pub const MAX_WATCHED: usize = 16;
+/// Smallest `watched.logprob`: JSON has no infinity.
+pub const MIN_LOGPROB: f32 = -10_000.0;
 /// Largest `drawn-token.margin`.
 pub const MAX_MARGIN: f32 = 100.0;
 /// Bytes of answer text that a policy may hold back.
@@ -504,13 +509,13 @@ empty_by_default! {
     Plan {
         reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
         retain, form, refuse, max_tokens, stop, tools, on_phase, on_newline, on_texts, on_tokens,
-        candidates, route, limit_counts,
+        candidates, route, limit_counts, watch,
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,
         budget_reached, phase_changed, newline, observed,
     }
-    Observations { texts_found, token_found, drawn }
+    Observations { texts_found, token_found, drawn, outlook }
     TextView { position, text, end }
     EarlierCall { name, arguments, answered }
     ToolCallView { name, arguments, digest, index, earlier }

@@ -491,7 +491,9 @@ impl Policies {
             })?;
             if is_removed {
                 let path = path.display();
-                notes.push(format!("removed {path}: the version that ships with the server is active"));
+                notes.push(format!(
+                    "removed {path}: the version that ships with the server is active"
+                ));
             }
         }
         self.active().policy(policy).seen = None;

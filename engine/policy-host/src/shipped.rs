@@ -43,6 +43,7 @@ pub const SHIPPED: &[Shipped] = &[
             "tool_repeats"
         ]
     ),
+    shipped!("brake", &["margin", "min_tokens", "times", "hint"]),
     shipped!("budget", &["tokens_per_day", "count_by"]),
     shipped!("cache-friendly", &["strip"]),
     shipped!(

@@ -302,7 +302,8 @@ impl Speculation {
         draft: Draft,
     ) -> Result<()> {
         let Draft { drafter, tokens, position, pass } = draft;
-        let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
+        let VerifyPass { hidden, first, logits: (logits, row) } =
+            pass.expect("the pass over the draft has run");
         let (sampled, margins) = first.with_next(tokens.count())?;
         let tokens = tokens.read()?;
         let equal = equal_tokens(tokens, sampled);
@@ -316,6 +317,7 @@ impl Speculation {
         let changes = sequence.sampler().changes();
         for &token in &tokens[..confident] {
             let length = sequence.timeline().len();
+            sequence.timeline_mut().look_ahead(&logits, row + accepted + 1);
             sequence.commit(token, None, network.text());
             accepted += 1;
             diverted = sequence.has_ended()

@@ -353,7 +353,8 @@ fn sample_after(
         let sequence = &mut running[ran.index];
         let sample = SampleOf::new(samples.clone(), row);
         if sequence.timeline().is_drafting() {
-            let pass = VerifyPass { hidden: ran.own(hidden), first: sample };
+            let logits = (logits.clone(), row);
+            let pass = VerifyPass { hidden: ran.own(hidden), first: sample, logits };
             sequence.timeline_mut().ran_draft(pass);
             row += ran.rows();
         } else {

@@ -55,6 +55,19 @@ impl Logits {
         within(own, self.columns)
     }
 
+    /// What the model would draw after row `row`: the likeliest token, and the logarithms of the probabilities of that
+    /// token and of `tokens`.
+    pub fn outlook(&self, row: usize, tokens: &[u32]) -> Result<(u32, Vec<f32>)> {
+        let (columns, width) = (self.columns as usize, self.array.dim(1) as usize);
+        if let Some(numbers) = self.on_host()? {
+            return Ok(outlook_of(&numbers[row * width..][..columns], tokens));
+        }
+        // A pass has fewer than 2^31 rows.
+        let row = row as i32;
+        let own = self.rows(row..row + 1)?.as_dtype(Dtype::Float32)?;
+        Ok(outlook_of(own.contiguous()?.try_as_slice::<f32>()?, tokens))
+    }
+
     /// All rows, each of as many numbers as the array has columns, if they are in the host's memory.
     fn on_host(&self) -> Result<Option<&[f32]>> {
         let is_there = cpu::is_enabled()
@@ -62,6 +75,19 @@ impl Logits {
             && lazy::is_available(&self.array);
         Ok(is_there.then(|| self.array.try_as_slice::<f32>()).transpose()?)
     }
+}
+
+/// [`Logits::outlook`] of one row. Sums in f64: their rounding is not that of the order.
+fn outlook_of(logits: &[f32], tokens: &[u32]) -> (u32, Vec<f32>) {
+    let likeliest = logits.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b));
+    let (best, most) =
+        likeliest.map_or((0, 0.0), |(token, logit)| (token as u32, f64::from(*logit)));
+    let sum: f64 = logits.iter().map(|logit| (f64::from(*logit) - most).exp()).sum();
+    let logprob = |token: &u32| {
+        let logit = logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+        (f64::from(logit) - most - sum.ln()) as f32
+    };
+    (best, [best].iter().chain(tokens).map(logprob).collect())
 }
 
 impl Samples {

@@ -17,7 +17,7 @@ impl Steering {
         committed: Committed,
         reply: &mut ClientReply,
         now: &Now<'_>,
-    ) -> Todo {
+    ) -> Result<Todo> {
         let Committed { loop_found, newline, texts_found, token_found } = committed;
         let limits = now.limits;
         let phase = reply.phase();
@@ -34,7 +34,7 @@ impl Steering {
         let is_event =
             loop_found.is_some() || budget_reached || phase_changed || newline || is_found;
         if !is_event && !due {
-            return Todo::Nothing;
+            return Ok(Todo::Nothing);
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let why = match (loop_found, budget_reached) {
@@ -47,7 +47,11 @@ impl Steering {
             (None, false) => "periodic call".to_string(),
         };
         let drawn = std::mem::take(&mut self.drawn);
-        let observed = Observations { texts_found, token_found, drawn }.if_any();
+        let outlook = match (&self.lookout, now.next) {
+            (Some(lookout), Some(next)) => Some(lookout.see(next)?),
+            _ => None,
+        };
+        let observed = Observations { texts_found, token_found, drawn, outlook }.if_any();
         let step = Step {
             index: reply.len() as u32,
             phase: match phase {
@@ -68,7 +72,7 @@ impl Steering {
         };
         self.loops += u32::from(loop_found.is_some());
         self.seen = now.tokens.len();
-        Todo::Ask(Box::new(Ask { step, why, budget_reached }))
+        Ok(Todo::Ask(Box::new(Ask { step, why, budget_reached })))
     }
 
     /// Begins with the actions of an answer, up to the first stop. The longest rewind comes first.

@@ -28,6 +28,7 @@ pub mod limits;
 pub mod logprobs;
 pub mod next_token;
 pub mod outlet;
+mod outlook;
 pub mod prepare;
 pub mod reply;
 pub mod reply_state;
@@ -48,6 +49,7 @@ use self::hooks::{HookThreads, Hooks};
 use self::limits::Limits;
 use self::next_token::Rows;
 use self::outlet::Outlet;
+use self::outlook::Lookout;
 use self::prepare::Prepared;
 use self::reply::ClientReply;
 use self::save_points::retention;
@@ -149,7 +151,7 @@ impl Sequence {
             plan,
             policy,
             seed,
-            notes,
+            mut notes,
             mut save_points,
             limits,
             sampling,
@@ -171,6 +173,7 @@ impl Sequence {
             max_tokens: limits.reply,
             max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
         });
+        let lookout = Lookout::new(&plan, text, &mut notes);
         for note in &notes {
             let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
         }
@@ -189,7 +192,15 @@ impl Sequence {
         Self {
             timeline: Timeline::new(prompt, cache, save_points),
             reply: ClientReply::new(&request, reply, prompt_tokens, events, outlet, notes),
-            steering: Steering::new(&request, &plan, prompt_tokens, hooks, sampler, constraint),
+            steering: Steering::new(
+                &request,
+                &plan,
+                prompt_tokens,
+                hooks,
+                sampler,
+                constraint,
+                lookout,
+            ),
             drafting,
             limits,
             end: None,

@@ -149,6 +149,8 @@ pub struct VerifyPass {
     pub hidden: HiddenRows,
     /// The token sampled after the first row. Those of the other rows follow it.
     pub first: SampleOf,
+    /// The logits of the pass, and the row in them after the first row.
+    pub logits: (Logits, usize),
 }
 
 /// The rows of a sequence in the next pass.

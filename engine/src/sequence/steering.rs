@@ -14,6 +14,8 @@ use std::collections::VecDeque;
 use super::constrain::Constraint;
 use super::hooks::Hooks;
 use super::limits::{INJECTED_TOKENS, Limits};
+use super::next_token::NextLogits;
+use super::outlook::Lookout;
 use super::reply::{ClientReply, Pushed, Rewind};
 use super::timeline::Timeline;
 use crate::error::Result;
@@ -66,6 +68,8 @@ pub struct Now<'a> {
     pub prompt: usize,
     /// Whether the reply has ended.
     pub has_ended: bool,
+    /// The logits of the next token, if the committed ones have run.
+    pub(super) next: Option<&'a NextLogits>,
     /// Tokenizer and template of the model.
     pub text: &'a Text,
 }
@@ -80,7 +84,8 @@ impl<'a> Now<'a> {
         text: &'a Text,
     ) -> Self {
         let (tokens, prompt) = (timeline.tokens(), timeline.prompt());
-        Self { request, limits, tokens, prompt, has_ended, text }
+        let next = timeline.next_logits();
+        Self { request, limits, tokens, prompt, has_ended, next, text }
     }
 
     /// Tokens that the limits leave in the current phase.
@@ -170,6 +175,8 @@ pub struct Steering {
     detector: Option<Detector>,
     /// `None` if the plan names no texts and tokens.
     watch: Option<Watch>,
+    /// `None` if the plan watches no tokens.
+    pub(super) lookout: Option<Lookout>,
     /// Whether tokens before the next one change its logits, or its probability is reported.
     samples_late: bool,
     /// Tokens, prompt included, that the policy has seen or injected.
@@ -195,6 +202,7 @@ impl Steering {
         hooks: Hooks,
         sampler: Sampler,
         constraint: Option<Constraint>,
+        lookout: Option<Lookout>,
     ) -> Self {
         let is_reported = request.logprobs.is_some() || plan.candidates > 0;
         Self {
@@ -206,6 +214,7 @@ impl Steering {
             constraint,
             detector: plan.loops.map(Detector::new),
             watch: Watch::new(plan),
+            lookout,
             samples_late: is_reported || !request.penalties.is_empty(),
             seen: prompt,
             drawn: Vec::new(),
@@ -285,7 +294,7 @@ impl Steering {
             }
             let next = match std::mem::take(&mut self.todo) {
                 Todo::Nothing => return Ok(Do::Nothing),
-                Todo::Committed(committed) => self.after_commit(committed, reply, now),
+                Todo::Committed(committed) => self.after_commit(committed, reply, now)?,
                 Todo::Ask(ask) => {
                     let Some(actions) = self.hooks.ask(&ask.step)? else {
                         self.todo = Todo::Ask(ask);
@@ -381,20 +390,20 @@ impl Steering {
         committed: Committed,
         reply: &mut ClientReply,
         now: &Now<'_>,
-    ) -> Option<Do> {
+    ) -> Result<Option<Do>> {
         if now.has_ended {
-            return None;
+            return Ok(None);
         }
         let stopped_by = reply.parsed().stopped_by().map(str::to_string);
         if stopped_by.is_some() || reply.has_last_call() {
             let reason = stopped_by.map_or(FinishReason::Stop, FinishReason::StopString);
-            return Some(Do::End(reason));
+            return Ok(Some(Do::End(reason)));
         }
         if let Some(end) = now.end_at_limit(reply) {
-            return Some(end);
+            return Ok(Some(end));
         }
-        self.todo = self.due_call(committed, reply, now);
-        None
+        self.todo = self.due_call(committed, reply, now)?;
+        Ok(None)
     }
 
     /// Rewinds the reply to `to` tokens, if the client can follow; `note` describes this. Too many

@@ -36,6 +36,8 @@ pub struct Timeline {
     prompt: usize,
     cache: Cache,
     next: Next,
+    /// The logits of the token after the next one of a draft, which is being committed.
+    ahead: Option<NextLogits>,
     /// The sampled token that is committed after the pass that runs now.
     pending: Option<Sampled>,
     /// Checkpoints of the cache, ascending by position.
@@ -68,6 +70,7 @@ impl Timeline {
             tokens: prompt,
             cache,
             next: Next::default(),
+            ahead: None,
             pending: None,
             checkpoints: Vec::new(),
             save_points: save_points.into(),
@@ -284,6 +287,18 @@ impl Timeline {
         self.next = Next::Drafting { draft, logits: self.take_logits() };
     }
 
+    /// The logits of the token after the committed ones, if these have run.
+    pub(super) fn next_logits(&self) -> Option<&NextLogits> {
+        let known = self.ahead.as_ref().or(self.logits()).filter(|_| !self.is_stale());
+        known.filter(|logits| logits.position == self.tokens.len())
+    }
+
+    /// Notes that a token of a draft is committed next, and that row `row` of `logits` holds the logits after it.
+    pub fn look_ahead(&mut self, logits: &Logits, row: usize) {
+        let position = self.tokens.len() + 1;
+        self.ahead = Some(NextLogits { position, logits: logits.clone(), row, before: None });
+    }
+
     /// Takes the draft whose pass has run. Its rows stay in the cache until
     /// [`Timeline::end_draft`].
     pub fn take_draft(&mut self) -> Option<Draft> {
@@ -302,6 +317,7 @@ impl Timeline {
     /// Rewinds the rows of a draft from `position` on. `next`: the token sampled after the last row
     /// that stays, if it follows the committed tokens.
     pub fn end_draft(&mut self, position: usize, next: Option<u32>) -> Result<()> {
+        self.ahead = None;
         self.cache.rewind_draft(position)?;
         if let Some(token) = next {
             let sampled = Sampled { token: SampledToken::Read(token), logprobs: None };
@@ -484,7 +500,7 @@ impl Timeline {
     pub(super) fn drop_arrays(&mut self, empty: Cache) {
         self.cache = empty;
         self.checkpoints.clear();
-        (self.next, self.pending) = (Next::default(), None);
+        (self.next, self.ahead, self.pending) = (Next::default(), None, None);
     }
 
     /// Restores `cache`, which holds saved state of the first tokens.

@@ -395,6 +395,19 @@ impl Text {
         self.tokenizer.marker_id(Marker::CloseReasoning) == Some(token)
     }
 
+    /// The token that ends the reasoning; `None` if the model spells its marker in several, or has none.
+    pub fn reasoning_end(&self) -> Option<u32> {
+        self.tokenizer.marker_id(Marker::CloseReasoning)
+    }
+
+    /// The token that is `text`, special tokens included; `None` if it is several.
+    pub fn single_token(&self, text: &str) -> Option<u32> {
+        match self.encode(text).ok()?[..] {
+            [token] => Some(token),
+            _ => None,
+        }
+    }
+
     /// Text of `tokens` without special tokens.
     pub fn decode(&self, tokens: &[u32]) -> String {
         self.tokenizer.decode(tokens)

@@ -1,6 +1,6 @@
 // What policies in JavaScript have in common: plans with defaults, and failures that say what went wrong.
 
-import { fail } from "steersman:policy/failure@0.5.0";
+import { fail } from "steersman:policy/failure@0.6.0";
 
 /** A plan with these fields; all other choices are the engine's. */
 export const plan = (fields) => ({
@@ -13,6 +13,7 @@ export const plan = (fields) => ({
   onTexts: [],
   onTokens: new Uint32Array(),
   candidates: 0,
+  watch: [],
   ...fields,
 });
 

@@ -27,6 +27,7 @@ def Plan(**fields):
         candidates=0,
         route=None,
         limit_counts=None,
+        watch=[],
     )
     return types.Plan(**{**defaults, **fields})
 

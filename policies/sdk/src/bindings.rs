@@ -13,13 +13,13 @@ wit_bindgen::generate!({
         package steersman:sdk;
 
         world hooks {
-            import steersman:policy/failure@0.5.0;
-            import steersman:policy/log@0.5.0;
-            import steersman:policy/kv@0.5.0;
-            import steersman:policy/tokenizer@0.5.0;
-            import steersman:policy/counters@0.5.0;
+            import steersman:policy/failure@0.6.0;
+            import steersman:policy/log@0.6.0;
+            import steersman:policy/kv@0.6.0;
+            import steersman:policy/tokenizer@0.6.0;
+            import steersman:policy/counters@0.6.0;
 
-            include steersman:policy/hooks@0.5.0;
+            include steersman:policy/hooks@0.6.0;
         }
     ",
     pub_export_macro: true,
@@ -36,12 +36,12 @@ pub mod texts {
             package steersman:sdk;
 
             world texts {
-                export steersman:policy/on-text@0.5.0;
+                export steersman:policy/on-text@0.6.0;
             }
         ",
         pub_export_macro: true,
         export_macro_name: "export_texts",
-        with: {"steersman:policy/types@0.5.0": crate::bindings::steersman::policy::types},
+        with: {"steersman:policy/types@0.6.0": crate::bindings::steersman::policy::types},
         generate_all,
     });
 }
@@ -54,12 +54,12 @@ pub mod verdicts {
             package steersman:sdk;
 
             world verdicts {
-                export steersman:policy/on-tool-call@0.5.0;
+                export steersman:policy/on-tool-call@0.6.0;
             }
         ",
         pub_export_macro: true,
         export_macro_name: "export_verdicts",
-        with: {"steersman:policy/types@0.5.0": crate::bindings::steersman::policy::types},
+        with: {"steersman:policy/types@0.6.0": crate::bindings::steersman::policy::types},
         generate_all,
     });
 }

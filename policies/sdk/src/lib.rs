@@ -37,9 +37,10 @@ use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
     Action, AnswerForm, Ban, Bias, Caller, Candidate, Counted, DrawnToken, EarlierCall, LoopReport,
-    LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
-    PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
-    SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
+    LoopRule, MessageView, Observations, Outlook, ParamsView, Phase, Plan, PreparedParams,
+    PromptEdit, PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange,
+    SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias,
+    ToolCallView, Verdict, Watched, WatchedToken,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use params::{note, read_params, texts};
@@ -402,7 +403,18 @@ impl Default for Plan {
             candidates: 0,
             route: None,
             limit_counts: None,
+            watch: Vec::new(),
         }
+    }
+}
+
+impl Step {
+    /// By how much the logarithmic probability of the likeliest next token exceeds that of `watched`, a token of
+    /// [`Plan::watch`]: 0 if it is the likeliest. `None` if it is not known.
+    pub fn margin_of(&self, watched: &WatchedToken) -> Option<f32> {
+        let outlook = self.observed.as_ref()?.outlook.as_ref()?;
+        let found = outlook.watched.iter().find(|one| one.watched == *watched)?;
+        Some(outlook.best.logprob - found.logprob)
     }
 }
 

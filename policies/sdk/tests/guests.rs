@@ -14,6 +14,8 @@ use sha2::{Digest, Sha256};
 
 #[path = "../../agent/src/lib.rs"]
 mod agent;
+#[path = "../../brake/src/lib.rs"]
+mod brake;
 #[path = "../../examples/rust/src/lib.rs"]
 mod brief;
 #[path = "../../budget/src/lib.rs"]
@@ -53,6 +55,7 @@ fn committed_components_match_the_sources() {
         .collect();
     let shipped = [
         "agent",
+        "brake",
         "budget",
         "cache-friendly",
         "default",

@@ -390,7 +390,9 @@ impl Run {
 fn found(watch: &mut Watch, word: &str) -> Option<Observations> {
     watch.read(word);
     let (texts_found, token_found) = watch.found(u32::MAX);
-    Observations { texts_found, token_found, drawn: Vec::new() }.if_any()
+    // Nobody knows what a model would draw after a word.
+    let (drawn, outlook) = (Vec::new(), None);
+    Observations { texts_found, token_found, drawn, outlook }.if_any()
 }
 
 /// What a verdict does to a text, and the new text; `None` if the client receives it as it is.

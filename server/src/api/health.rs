@@ -237,7 +237,7 @@ mod tests {
         PolicyReport {
             name: name.into(),
             sha256: "0123".into(),
-            contract: "0.5.0",
+            contract: "0.6.0",
             origin: Origin::File,
             file: None,
             signed_by: None,

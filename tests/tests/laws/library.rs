@@ -1,4 +1,4 @@
-//! The policies of the library, and what contract 0.5 adds, through the engine with the bundled model. Every replay is
+//! The policies of the library, and what contract 0.6 adds, through the engine with the bundled model. Every replay is
 //! equal bit for bit.
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use steersman::config::FileConfig;
 use steersman_engine::config::Profile;
 use steersman_engine::policy::{
-    Answer, Call, Observations, Param, Record, Step, TokenBias, shipped,
+    Answer, Call, Observations, Param, Record, Step, TokenBias, WatchedToken, shipped,
 };
 use steersman_engine::request::{FinishReason, Form, Request, ResponseFormat};
 use steersman_engine::{Error, RequestError};
@@ -168,6 +168,54 @@ fn no_repeat_rewinds_a_loop_and_ends_an_answer_that_returns_to_it() {
     assert!(reply.finished().notes.iter().any(|note| note.contains("rewound")), "{reply:?}");
 }
 
+/// A question about which the bundled model reasons for some sentences.
+fn reasoned() -> Request {
+    Request { reasoning: Some(true), max_tokens: Some(200), ..ask(QUESTION) }
+}
+
+/// What a policy sees of a watched token is of the model alone, and of the next token: with greedy decoding the likeliest one
+/// is drawn next. Watching changes no token.
+#[test]
+fn watched_tokens_are_those_that_the_model_would_draw_next() {
+    let watching = library("brake", &[("min_tokens", "100000")]);
+    let engine = engine([("brake", watching), ("passthrough", library("passthrough", &[]))]);
+    let (plain, _) = replayed(&engine, "passthrough", reasoned());
+    let (reply, records) = replayed(&engine, "brake", reasoned());
+    assert_eq!((&reply.reasoning, &reply.answer), (&plain.reasoning, &plain.answer));
+    assert_eq!(label(&reply, "braked_at"), None);
+    let steps: Vec<_> = records
+        .iter()
+        .filter_map(|record| match &record.call {
+            Call::Step(step) => Some(step),
+            _ => None,
+        })
+        .collect();
+    assert!(steps.len() > 2, "{reply:?}");
+    for pair in steps.windows(2) {
+        let outlook = pair[0].observed.as_ref().and_then(|seen| seen.outlook.as_ref());
+        let outlook = outlook.unwrap_or_else(|| panic!("no outlook in {:?}", pair[0]));
+        assert_eq!(outlook.best.token, pair[1].tokens[0], "after {:?}", pair[0].text);
+        let [end] = &outlook.watched[..] else { panic!("{outlook:?}") };
+        assert_eq!(end.watched, WatchedToken::ReasoningEnd);
+        assert!(end.logprob <= outlook.best.logprob && outlook.best.logprob <= 0.0, "{outlook:?}");
+    }
+}
+
+#[test]
+fn brake_closes_the_reasoning_at_the_end_of_a_sentence() {
+    let params = [("min_tokens", "4"), ("margin", "20"), ("hint", "**Answer:** ")];
+    let engine = engine([("brake", library("brake", &params))]);
+    let (reply, _) = replayed(&engine, "brake", reasoned());
+    let tokens: u32 = label(&reply, "braked_at").expect("it closes").parse().unwrap();
+    assert!(tokens >= 4 && reply.reasoning.trim_end().ends_with(['.', '!', '?']), "{reply:?}");
+    assert!(reply.answer.starts_with("**Answer:** "), "{reply:?}");
+    // Penalties let tokens be drawn one after the other: nobody knows what comes before it is drawn.
+    let penalties = steersman_engine::request::Penalties { presence: 0.5, ..Default::default() };
+    let (late, records) = replayed(&engine, "brake", Request { penalties, ..reasoned() });
+    assert_eq!(label(&late, "braked_at"), None);
+    assert!(has_hook(&records, "on-step"));
+}
+
 #[test]
 fn chains_of_the_configuration_answer() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/policies.toml");
@@ -258,7 +306,7 @@ fn on_step_is_called_after_texts_and_tokens_of_the_plan() {
     let [of_text, of_token] = &seen[..] else { panic!("{seen:?}") };
     let found = |texts_found: &[&str], token_found| {
         let texts_found = texts_found.iter().map(|&text| text.into()).collect();
-        Some(Observations { texts_found, token_found, drawn: Vec::new() })
+        Some(Observations { texts_found, token_found, drawn: Vec::new(), outlook: None })
     };
     assert_eq!(of_text.observed, found(&["capital of"], false));
     assert!(of_text.text.ends_with("capital of"), "{of_text:?}");

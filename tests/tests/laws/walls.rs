@@ -202,7 +202,8 @@ fn no_comment_has_an_example_that_is_not_compiled() {
         manifest.contains("doctest = false")
     };
     let mut offenders = Vec::new();
-    for path in ["engine", "server", "tests"].iter().flat_map(|folder| sources(&root.join(folder))) {
+    for path in ["engine", "server", "tests"].iter().flat_map(|folder| sources(&root.join(folder)))
+    {
         let is_of_crate = path.ancestors().find(|folder| folder.join("Cargo.toml").exists());
         if !is_of_crate.is_some_and(is_off) {
             continue;

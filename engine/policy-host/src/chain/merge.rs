@@ -16,7 +16,7 @@ pub fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The events and candidates of both plans, and the rest of the first.
+/// The events, candidates and watched tokens of both plans, and the rest of the first.
 pub fn events(plan: Plan, other: &Plan) -> Plan {
     let mut on_tokens = plan.on_tokens;
     for token in &other.on_tokens {
@@ -30,6 +30,7 @@ pub fn events(plan: Plan, other: &Plan) -> Plan {
         on_texts: united(plan.on_texts, other.on_texts.clone()),
         on_tokens,
         candidates: plan.candidates.max(other.candidates),
+        watch: united(plan.watch, other.watch.clone()),
         ..plan
     }
 }
@@ -63,6 +64,7 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         on_texts: earlier.on_texts,
         on_tokens: earlier.on_tokens,
         candidates: earlier.candidates,
+        watch: earlier.watch,
         route: earlier.route.or(later.route),
         limit_counts: both(earlier.limit_counts, later.limit_counts, tighter),
     }
@@ -73,11 +75,11 @@ fn tighter(earlier: Counted, later: Counted) -> Counted {
     if earlier == Counted::Reply { earlier } else { later }
 }
 
-/// Each text once.
-fn united(mut earlier: Vec<String>, later: Vec<String>) -> Vec<String> {
-    for text in later {
-        if !earlier.contains(&text) {
-            earlier.push(text);
+/// Each text or token once.
+fn united<T: PartialEq>(mut earlier: Vec<T>, later: Vec<T>) -> Vec<T> {
+    for one in later {
+        if !earlier.contains(&one) {
+            earlier.push(one);
         }
     }
     earlier

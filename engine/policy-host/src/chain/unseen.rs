@@ -47,9 +47,10 @@ impl Unseen {
         self.index = step.index;
         tokens.drain(..tokens.len().saturating_sub(STEP_TOKENS));
         drawn.drain(..drawn.len().saturating_sub(STEP_TOKENS));
-        let found = step.observed.as_ref().map(|now| (now.texts_found.clone(), now.token_found));
-        let (texts_found, token_found) = found.unwrap_or_default();
-        let observed = Observations { texts_found, token_found, drawn }.if_any();
+        let now = step.observed.as_ref();
+        let found = now.map(|now| (now.texts_found.clone(), now.token_found, now.outlook.clone()));
+        let (texts_found, token_found, outlook) = found.unwrap_or_default();
+        let observed = Observations { texts_found, token_found, drawn, outlook }.if_any();
         // `..step.clone()` would copy tokens and text.
         Some(Cow::Owned(Step {
             index: step.index,

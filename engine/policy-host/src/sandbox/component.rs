@@ -145,7 +145,7 @@ impl Component {
         self.imports.iter().copied().filter(|grant| !is_free(grant)).collect()
     }
 
-    /// Full names of the interfaces that it imports, but for `failure`: `steersman:policy/kv@0.5.0`.
+    /// Full names of the interfaces that it imports, but for `failure`: `steersman:policy/kv@0.6.0`.
     pub fn import_names(&self) -> Vec<String> {
         self.imports.iter().map(|import| full_name(import.name())).collect()
     }

@@ -8,7 +8,10 @@ use serde_json::ser::{CharEscape, Formatter};
 use serde_json::{Map, Value};
 
 use super::mask;
-use crate::contract::{Action, Answer, Call, Cost, DrawnToken, Hook, ImportCall, TextVerdict};
+use crate::contract::{
+    Action, Answer, Call, Cost, DrawnToken, Hook, ImportCall, Outlook, TextVerdict, Watched,
+    WatchedToken,
+};
 use crate::error::Failure;
 
 /// One recorded call of a hook. Serializes to a JSON object that is a line of a golden file:
@@ -152,9 +155,17 @@ impl Record {
                     size_of::<DrawnToken>() + LIST_BYTES + size_of_val(&drawn.candidates[..])
                 };
                 let found = |text: &String| TEXT_BYTES + text.len();
+                let watched = |outlook: &Outlook| {
+                    let one = |watched: &Watched| match &watched.watched {
+                        WatchedToken::Text(text) => size_of::<Watched>() + TEXT_BYTES + text.len(),
+                        WatchedToken::Token(_) | WatchedToken::ReasoningEnd => size_of::<Watched>(),
+                    };
+                    LIST_BYTES + outlook.watched.iter().map(one).sum::<usize>()
+                };
                 let lists = step.observed.as_ref().map_or(0, |observed| {
                     observed.drawn.iter().map(drawn).sum::<usize>()
                         + observed.texts_found.iter().map(found).sum::<usize>()
+                        + observed.outlook.as_ref().map_or(0, watched)
                 });
                 size_of_val(&step.tokens[..]) + LIST_BYTES + step.text.len() + TEXT_BYTES + lists
             }

@@ -233,7 +233,7 @@ fn a_rejected_file_or_upload_leaves_the_active_version_and_is_reported() {
     let server = site.start();
     let importing = br#"(component (import "wasi:cli/environment@0.2.0" (instance
         (export "get-arguments" (func (result (list string))))))
-        (instance $hook) (export "steersman:policy/on-step@0.5.0" (instance $hook)))"#;
+        (instance $hook) (export "steersman:policy/on-step@0.6.0" (instance $hook)))"#;
     let importing = wat::parse_bytes(importing).unwrap().into_owned();
     for (bytes, words) in [
         (broken(), "is not a valid component"),

@@ -85,7 +85,7 @@ fn shipped_policies_are_checked_and_pass_their_golden_files() {
         let arguments: Vec<_> =
             ["check", name].into_iter().chain(grants.into_iter().flatten()).collect();
         let checked = succeed(&arguments);
-        assert!(checked.contains("contract  0.5.0\nhooks     on-"), "{checked}");
+        assert!(checked.contains("contract  0.6.0\nhooks     on-"), "{checked}");
         assert_eq!(checked.contains("grants    sufficient"), grants.is_some(), "{checked}");
         let tested = succeed(&["test", name]);
         assert!(tested.ends_with(" cases pass\n"), "{tested}");
@@ -228,7 +228,7 @@ fn serve_once(status: &str, body: &str) -> (String, JoinHandle<String>) {
 
 #[test]
 fn policies_of_a_server_are_listed() {
-    let body = r#"{"policies": [{"name": "house", "sha256": "0123456789abcdef", "contract": "0.5.0",
+    let body = r#"{"policies": [{"name": "house", "sha256": "0123456789abcdef", "contract": "0.6.0",
         "origin": "upload", "bytes": 42,
         "profiles": [{"profile": "a", "shadow": false, "breaker": {"state": "open", "rests_s": 30}},
             {"profile": "b", "shadow": true, "sha256": "0123456789abcdef", "breaker": {"state": "closed"}},
@@ -240,7 +240,7 @@ fn policies_of_a_server_are_listed() {
     let (address, request) = serve_once("200 OK", body);
     let listed = succeed(&["list", "--url", &address, "--key", "sk-admin"]);
     let expected =
-        "house  0123456789ab  contract 0.5.0, upload, 42 bytes, in a (paused for 30 s), b (shadow), c (rolled back, runs fedcba987654)
+        "house  0123456789ab  contract 0.6.0, upload, 42 bytes, in a (paused for 30 s), b (shadow), c (rolled back, runs fedcba987654)
   update rejected: traps
   earlier: fedcba987654  file, withdrawn: rolled back
 profiles.a.params.budget: is gone

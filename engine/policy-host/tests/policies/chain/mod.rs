@@ -11,7 +11,7 @@ use steersman_policy_host::{
     Link, LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptEdit,
     PromptView, Recorder, Refusal, Replacement, RequestView, Retention, STEP_TOKENS,
     SamplingChange, SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView,
-    TokenBias, ToolCallView, Traces, Verdict, apply_edits,
+    TokenBias, ToolCallView, Traces, Verdict, WatchedToken, apply_edits,
 };
 use steersman_test_support::Random;
 
@@ -144,6 +144,14 @@ fn some_plan(random: &mut Random) -> Plan {
         route: {
             let route = format!("route {}", random.below(4));
             maybe(random, route)
+        },
+        watch: {
+            let all = [
+                WatchedToken::ReasoningEnd,
+                WatchedToken::Token(1),
+                WatchedToken::Text("so".into()),
+            ];
+            all.into_iter().filter(|_| random.below(2) == 0).collect()
         },
         limit_counts: {
             let counted = [Counted::Answer, Counted::Reply][random.below(2)];
@@ -343,6 +351,7 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
         for plan in &plans {
             assert!(plan.on_texts.iter().all(|text| merged.on_texts.contains(text)), "{shown}");
             assert!(plan.on_tokens.iter().all(|id| merged.on_tokens.contains(id)), "{shown}");
+            assert!(plan.watch.iter().all(|one| merged.watch.contains(one)), "{shown}");
         }
         assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{shown}");
         let temperature = |plan: &Plan| plan.sampling.temperature;
@@ -636,6 +645,7 @@ fn a_shadow_is_called_and_recorded_and_changes_nothing() {
                 on_texts: Vec::new(),
                 on_tokens: Vec::new(),
                 candidates: 0,
+                watch: Vec::new(),
                 ..plan
             };
             (plan, actions, verdict, chain.take_report().notes)
