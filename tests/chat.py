@@ -207,7 +207,7 @@ def served(binary: str, work: Path, env: dict[str, str]) -> None:
     names = ", ".join(model["id"] for model in json.loads(get(f"{url}/v1/models"))["data"])
     for name, words in [
         ("./absent.gguf", f"but {names}; nor can this process load it: ./absent.gguf does not exist"),
-        ("tiny-hybird-4bit", f"but {names}; did you mean `tiny-hybrid-4bit`?; nor can this process load it: there is no model"),
+        ("tiny-hybird-4bit", f"but {names}; nor can this process load it: there is no model tiny-hybird-4bit; did you mean `tiny-hybrid-4bit`?"),
     ]:
         absent = [*command[:2], name, *command[3:], "Hi"]
         done = subprocess.run(absent, **quiet)

@@ -4,6 +4,7 @@
 //! requests in `warm`. Loads no model, downloads nothing, and writes nothing but compiled policies.
 
 use std::collections::BTreeMap;
+use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -193,13 +194,32 @@ fn problems_of_places(
             "policy.trace_file: there is no folder {folder}; create it, or choose another file"
         ));
     }
+    problems.extend(problem_of_trace_file(file));
     problems.extend(data_dir.and_then(problem_of_data_dir));
     problems
 }
 
+/// The reason why a server could not append to the file of traces.
+fn problem_of_trace_file(file: &Path) -> Option<String> {
+    if file.as_os_str().is_empty() || file.is_dir() {
+        return None;
+    }
+    let error = match file.exists() {
+        true => OpenOptions::new().append(true).open(file).err()?,
+        false => {
+            // A name alone is in the working directory.
+            let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+            let folder = Some(folder.unwrap_or(Path::new("."))).filter(|folder| folder.is_dir())?;
+            tempfile::tempfile_in(folder).err()?
+        }
+    };
+    let (file, error) = (file.display(), error.kind());
+    Some(format!("policy.trace_file: {file} cannot be written ({error}); choose another file"))
+}
+
 /// The reason why a server could not write to `data_dir`, or could not create it. A file without a name is written, where
 /// the system has those, which is gone at once: permissions do not tell of a file system that is mounted read-only.
-fn problem_of_data_dir(data_dir: &Path) -> Option<String> {
+pub fn problem_of_data_dir(data_dir: &Path) -> Option<String> {
     let remedy = "choose a folder with --data-dir or STEERSMAN_DATA_DIR";
     // A relative folder is in the working directory.
     let parts =
@@ -278,8 +298,13 @@ fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
             let of_params =
                 params.into_iter().filter_map(|ParamReport { profile, param, problem, .. }| {
                     let key = if param.is_empty() { String::new() } else { format!(".{param}") };
-                    Some(format!("profiles.{profile}.params{key}: {}", problem?.message))
+                    Some((format!("profiles.{profile}.params{key}"), problem?.message))
                 });
+            // A policy may have several problems with a parameter, a line each.
+            let of_params = of_params.flat_map(|(key, message)| {
+                let lines: Vec<_> = message.lines().map(|line| format!("{key}: {line}")).collect();
+                lines
+            });
             of_policies.chain(of_params).collect()
         }
     }

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use steersman_engine::config::Config;
 use steersman_engine::tools::{Machine, model_types};
 use steersman_models::catalogue;
@@ -55,7 +55,7 @@ pub fn named_as(path: &str, room: u64) -> Result<NamedAs<'_>> {
     let named = named::named_as(if is_bundled(path) { "" } else { path }, room);
     named.map_err(|error| match suggestion(path, [bundled::NAME]) {
         near if near.is_empty() => error,
-        near => error.context(format!("there is no model {path}{near}")),
+        near => anyhow!("there is no model {path}{near}"),
     })
 }
 

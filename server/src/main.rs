@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
@@ -175,6 +175,9 @@ fn serve(options: Serve, log: steersman_log::Recent, member: Option<Arc<Member>>
     };
     apply(&mut file);
     let (server, config) = file.check().map_err(all_problems)?;
+    if let Some(problem) = check::problem_of_data_dir(&data_dir) {
+        bail!("{problem}");
+    }
     // Before policies are compiled and the port is opened: a file that does not exist fails at once.
     steersman::hub::named_as(&config.model.path, 0)?;
     // A command that finds no server loads a model of its own. Ranks are announced by their parent.

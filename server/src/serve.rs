@@ -217,7 +217,16 @@ async fn refuse_while_draining(
             && let Some(suppressed) = refused.pass()
         {
             let request_id = request_id::text(response.headers());
-            tracing::info!(request_id, %address, reason = "draining", suppressed, "request refused");
+            let (route, code) = (request.uri().path(), ApiError::stopping().code);
+            tracing::info!(
+                request_id,
+                route,
+                %address,
+                code,
+                reason = "draining",
+                suppressed,
+                "request refused"
+            );
         }
         Ok::<_, Infallible>(response)
     });

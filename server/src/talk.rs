@@ -168,10 +168,15 @@ async fn running(
         if !is_loaded_here(file, model)
             && let Err(error) = hub::named_as(model, 0)
         {
-            let near = suggestion(model, models.iter().map(String::as_str));
             let served = models.join(", ");
+            let error = format!("{error:#}");
+            // Named once, though this process and the server may mean the same model.
+            let near = match error.contains("did you mean") {
+                true => String::new(),
+                false => suggestion(model, models.iter().map(String::as_str)),
+            };
             bail!(
-                "the server at {url} does not serve {model}, but {served}{near}; nor can this process load it: {error:#}"
+                "the server at {url} does not serve {model}, but {served}{near}; nor can this process load it: {error}"
             );
         }
         // A closed stderr is no error.
@@ -200,9 +205,17 @@ async fn answering(
         (file.server.port != 0).then(|| url(&file.server.host, file.server.port));
     let of_data_dir = address::read(data_dir).into_iter();
     let of_data_dir = of_data_dir.map(|at| url(&at.ip().to_string(), at.port()));
-    for url in of_configuration.into_iter().chain(of_data_dir) {
-        // Another key cannot be one of this server.
-        let Ok(client) = Client::new(&url, key.or(configured_key)) else { continue };
+    // Another key cannot be one of this server.
+    let client = |url: String| Some((Client::new(&url, key.or(configured_key)).ok()?, url));
+    let known: Vec<_> =
+        of_configuration.into_iter().chain(of_data_dir).filter_map(client).collect();
+    // One that answers is not passed over for one that loads its models.
+    for (client, url) in &known {
+        if client.presence().await == Presence::Ready {
+            return Some((client.clone(), url.clone()));
+        }
+    }
+    for (client, url) in known {
         if is_ready(&client).await {
             return Some((client, url));
         }

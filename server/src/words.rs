@@ -152,6 +152,10 @@ fn found_words<F: Format>(found: Unexpected<'_>) -> String {
         Unexpected::Bool(value) => value.to_string(),
         Unexpected::Unsigned(value) => value.to_string(),
         Unexpected::Signed(value) => value.to_string(),
+        // As a number with a point: `1e3` is none without.
+        Unexpected::Float(value) if value.fract() == 0.0 && value.abs() < LONG => {
+            format!("{value:.1}")
+        }
         Unexpected::Float(value) => number(value),
         Unexpected::Str(text) => quoted(text),
         Unexpected::Unit | Unexpected::Option => "null".into(),

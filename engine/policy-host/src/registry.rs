@@ -342,7 +342,7 @@ impl Policies {
     ) -> Result<Arc<Component>, Error> {
         let bytes = bundle.component.len();
         if bytes >= LARGE_BYTES && !self.host.is_compiled(&bundle.component) {
-            let megabytes = bytes as f64 / 1e6;
+            let megabytes = (bytes as f64 / 1e5).round() / 10.0;
             tracing::info!(
                 policy,
                 megabytes,

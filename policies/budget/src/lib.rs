@@ -95,7 +95,11 @@ impl Policy for Budget {
             let (advice, retry_after) = match prompt < budget {
                 true => {
                     let minutes = left.div_ceil(60);
-                    (format!("it begins anew in {minutes} minutes"), u32::try_from(left).ok())
+                    let wait = match minutes / 60 {
+                        0 => format!("{minutes} min"),
+                        hours => format!("{hours} h {} min", minutes % 60),
+                    };
+                    (format!("it begins anew in {wait}"), u32::try_from(left).ok())
                 }
                 false => ("send a shorter prompt".to_owned(), None),
             };
@@ -173,8 +177,7 @@ mod tests {
         policy.on_finish(Summary { prompt_tokens: 20, answer_tokens: 65, ..Summary::default() });
         let refusal = Budget::default().on_request(request()).refuse.unwrap();
         assert_eq!(refusal.retry_after, Some(90));
-        let expected = "the prompt has 20 tokens, and of the budget of 100 tokens a day 15 are left; it begins anew in 2 \
-                        minutes";
+        let expected = "the prompt has 20 tokens, and of the budget of 100 tokens a day 15 are left; it begins anew in 2 min";
         assert_eq!(refusal.message, expected);
     }
 

@@ -79,14 +79,22 @@ const PORT: u16 = 11436;
 fn address(text: &str) -> Result<String> {
     let wrong = || anyhow!("{text:?} is not an address: write it as http://HOST:PORT");
     let url = text.trim();
+    if !url.is_empty() && url.bytes().all(|byte| byte.is_ascii_digit()) {
+        // A port of this machine.
+        return url
+            .parse::<u16>()
+            .map(|port| format!("http://127.0.0.1:{port}"))
+            .map_err(|_| wrong());
+    }
     let has_scheme = url.contains("://");
     let url = if has_scheme { url.to_owned() } else { format!("http://{url}") };
     let url = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/');
     let uri: http::Uri = url.parse().map_err(|_| wrong())?;
     let authority = uri.authority().ok_or_else(wrong)?;
     let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
-    // `http:/HOST` begins with a host of the name http.
-    if !is_http || authority.host().is_empty() || authority.as_str().ends_with(':') {
+    // `http:/HOST` and `http//HOST` begin with a host of the name http.
+    let is_slip = !has_scheme && ["http", "https"].contains(&authority.host());
+    if !is_http || is_slip || authority.host().is_empty() || authority.as_str().ends_with(':') {
         return Err(wrong());
     }
     Ok(match (has_scheme, authority.port_u16()) {

@@ -195,9 +195,12 @@ impl<W: Write> Screen<W> {
     }
 }
 
+/// Shortest time over which a rate says something: a client may get a short reply at once.
+const MEASURABLE: Duration = Duration::from_millis(20);
+
 /// Tokens a second after the first one; `None` if that is too short to measure.
 fn speed(tokens: u64, rest: Duration) -> Option<f64> {
-    let measured = tokens >= 2 && rest >= Duration::from_millis(1);
+    let measured = tokens >= 2 && rest >= MEASURABLE;
     measured.then(|| (tokens - 1) as f64 / rest.as_secs_f64())
 }
 

@@ -103,7 +103,10 @@ impl Command {
             }
             _ => {
                 let distance = |known: &&&str| strsim::osa_distance(name, known);
-                let near = COMMANDS.iter().min_by_key(distance).filter(|near| distance(near) <= 2);
+                let near = COMMANDS
+                    .iter()
+                    .min_by_key(distance)
+                    .filter(|near| distance(near) <= (name.len() / 3).clamp(1, 2));
                 let near = near.map(|near| format!("; did you mean /{near}?")).unwrap_or_default();
                 Err(format!("there is no command /{name}; /help lists them{near}"))
             }

@@ -213,11 +213,23 @@ fn a_missing_server_and_a_wrong_address_are_named() {
     let client = Client::new(&format!("http://{address}"), None).unwrap();
     let error = format!("{:#}", runtime().block_on(client.models()).unwrap_err());
     assert!(
-        error.contains(&address.to_string()) && error.contains("is a server running"),
+        error.contains(&address.to_string()) && error.contains("no server answers there"),
         "{error}"
     );
-    for wrong in ["ftp://host", "not an address", "http://", ""] {
-        assert!(Client::new(wrong, None).is_err(), "{wrong}");
+    for wrong in
+        ["ftp://host", "not an address", "http://", "", "http//host:1", "http:/host", "99999"]
+    {
+        let error = Client::new(wrong, None).err().map(|error| error.to_string());
+        assert!(error.is_some_and(|error| error.contains("is not an address")), "{wrong}");
+    }
+    for (written, url) in [
+        ("localhost", "http://localhost:11436"),
+        ("192.0.2.1:21401", "http://192.0.2.1:21401"),
+        ("21401", "http://127.0.0.1:21401"),
+        (" http://host/v1/ ", "http://host"),
+        ("https://host/models", "https://host/models"),
+    ] {
+        assert_eq!(Client::new(written, None).unwrap().url(), url, "{written}");
     }
 }
 

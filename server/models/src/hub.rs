@@ -290,8 +290,8 @@ impl Hub {
             }
             HubError::Request(cause) if is_unreached(cause) => {
                 let context = format!(
-                    "{repo_id}: {} cannot be reached; check the connection, or name another hub with HF_ENDPOINT. \
-                     What has arrived is kept",
+                    "{repo_id}: there is no such folder here, nor a finished download, and {} cannot be reached; check \
+                     the connection, or name another hub with HF_ENDPOINT. What has arrived of a download is kept",
                     self.endpoint
                 );
                 return anyhow!(error).context(context);

@@ -1,6 +1,7 @@
 //! Parameters of the command line, `--param NAME=TEXT` or `--param NAME=@FILE`.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use steersman_policy_host::{conform, refused_params};
@@ -24,6 +25,9 @@ pub fn parse(text: &str) -> Result<Param, String> {
     let (name, value) = text.split_once('=').ok_or("is not NAME=TEXT")?;
     let name = name.to_owned();
     let Some(file) = value.strip_prefix('@') else {
+        if Path::new(value).is_file() {
+            eprintln!("--param {text}: {value} is a file; {name}=@{value} reads it");
+        }
         return Ok(Param { name, text: value.into(), file: None });
     };
     let text = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;

@@ -27,7 +27,7 @@ pub struct Server {
     /// Its address [default: that of the configuration, http://127.0.0.1:11436 without one]
     #[arg(long, value_name = "URL", env = "STEERSMAN_URL")]
     url: Option<String>,
-    /// A key from its `server.admin_keys`
+    /// A key of an operator: one of its `server.admin_keys`, or of `steersman keys create NAME --operator`
     #[arg(long, value_name = "KEY", env = "STEERSMAN_ADMIN_KEY", hide_env_values = true)]
     key: Option<String>,
 }

@@ -82,8 +82,8 @@ struct Keys {
     /// Without operators, operations on policies are closed to everyone.
     has_operators: bool,
     profiles: BTreeMap<String, ProfileGate>,
-    /// Created keys that expire, or have expired. They are among the keys above, too.
-    expiring: Vec<keys::Key>,
+    /// Created keys that expire or have expired, which are among the keys above, too, and those that were revoked.
+    ending: Vec<keys::Key>,
 }
 
 /// Keys and concurrency limit of one profile.
@@ -130,7 +130,7 @@ impl Keys {
             admin_keys: digests(&config.admin_keys),
             has_operators: !config.admin_keys.is_empty(),
             profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
-            expiring: Vec::new(),
+            ending: Vec::new(),
         }
     }
 
@@ -149,8 +149,8 @@ impl Sources {
         let mut keys = self.configured.clone();
         for key in &self.created.keys {
             let digest = key.digest();
-            if digest.is_some() && key.expires.is_some() {
-                keys.expiring.push(key.clone());
+            if key.expires.is_some() || key.revoked.is_some() {
+                keys.ending.push(key.clone());
             }
             match &key.opens {
                 Opens::AllProfiles => {
@@ -253,8 +253,8 @@ impl Access {
             })
         };
         let known = self.keys();
-        // A client whose key has expired is not one without a key: it is told so also where it needs none.
-        self.check_expiry(&known.expiring, key.as_ref())?;
+        // A client whose key has ended is not one without a key: it is told so also where it needs none.
+        check_end(&known.ending, key.as_ref())?;
         let (operator, all_profiles) = (is_among(&known.admin_keys), is_among(&known.server_keys));
         let of_link = self.link.as_ref().zip(key.as_ref());
         let operator = of_link.is_some_and(|(link, key)| link.opens(key)) | operator;
@@ -269,26 +269,6 @@ impl Access {
             None if known.is_mistyped(key.as_ref()) => Err(ApiError::unknown_key()),
             None => Ok(Caller::Anonymous),
         }
-    }
-
-    /// Refuses `key` if it is one of `expiring` that does not work now.
-    fn check_expiry(
-        &self,
-        expiring: &[keys::Key],
-        key: Option<&KeyDigest>,
-    ) -> Result<(), ApiError> {
-        let Some(key) = key else { return Ok(()) };
-        let is_it = |known: &keys::Key| known.digest().is_some_and(|known| known.ct_eq(key).into());
-        // To the end, as above.
-        let known = expiring
-            .iter()
-            .fold(None, |found, known| if is_it(known) { Some(known) } else { found });
-        let Some(known) = known else { return Ok(()) };
-        let state = known.state_at(Timestamp::now());
-        if state == State::Active {
-            return Ok(());
-        }
-        Err(ApiError::key_expired(known))
     }
 
     /// What policies of `profile` see of a caller: its key, if that was checked, and the headers that the
@@ -498,6 +478,20 @@ impl Destination {
         let lease = models.acquire(self.index, deadline).await?;
         let (backend, lease) = (lease.engine().clone(), Arc::new(lease));
         Ok(Admission { backend, lease, profile: self.profile, model: self.model })
+    }
+}
+
+/// Refuses `key` if it is one of the keys `ending` that does not work now.
+fn check_end(ending: &[keys::Key], key: Option<&KeyDigest>) -> Result<(), ApiError> {
+    let Some(key) = key else { return Ok(()) };
+    // To the end, so the time taken reveals nothing.
+    let known =
+        ending.iter().fold(None, |found, known| if known.is(key) { Some(known) } else { found });
+    match known {
+        Some(known) if known.state_at(Timestamp::now()) != State::Active => {
+            Err(ApiError::key_ended(known))
+        }
+        Some(_) | None => Ok(()),
     }
 }
 

@@ -49,6 +49,12 @@ const PASSING: [&str; 5] = [NO_ROOM, UPSTREAM_UNAVAILABLE, LOADING, STOPPING, RA
 /// `code` of errors about a key that has expired.
 pub const KEY_EXPIRED: &str = "key_expired";
 
+/// `code` of refusals by policies.
+pub const REFUSED_BY_POLICY: &str = "refused_by_policy";
+
+/// `code` of errors about keys that were revoked.
+pub const KEY_REVOKED: &str = "key_revoked";
+
 /// `code` of errors about prompts that do not fit.
 const TOO_LONG: &str = "context_length_exceeded";
 
@@ -213,9 +219,16 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
 
-    /// A key that has expired, or whose time has not come by the machine's clock.
-    pub fn key_expired(key: &Key) -> Self {
+    /// A key that has expired, was revoked, or whose time has not come by the machine's clock.
+    pub fn key_ended(key: &Key) -> Self {
         let name = &key.name;
+        let kind = "authentication_error";
+        if let Some(revoked) = key.revoked {
+            let message = format!(
+                "the key `{name}` was revoked at {revoked:.0}: ask an operator of this server for another"
+            );
+            return Self::new(StatusCode::UNAUTHORIZED, kind, KEY_REVOKED, "", message);
+        }
         let message = match (key.state_at(Timestamp::now()), key.expires) {
             (State::NotYet, _) => format!(
                 "the key `{name}` was created at {:.0}, long after what the server's clock says: set the clock",
@@ -227,7 +240,6 @@ impl ApiError {
             ),
             (_, None) => format!("the key `{name}` has expired"),
         };
-        let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, KEY_EXPIRED, "", message)
     }
 
@@ -407,11 +419,7 @@ impl ApiError {
             _ => INVALID,
         };
         let is_final = retry_after_s.is_none_or(|seconds| seconds > PATIENCE_S);
-        Self {
-            retry_after_s,
-            is_final,
-            ..Self::new(status, kind, "refused_by_policy", "", message)
-        }
+        Self { retry_after_s, is_final, ..Self::new(status, kind, REFUSED_BY_POLICY, "", message) }
     }
 
     /// An upstream that did not answer.

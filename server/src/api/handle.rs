@@ -62,14 +62,10 @@ pub async fn handle<P: Protocol>(
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = format!("{}{}", P::ID, random_hex());
     let request_id = request_id.unwrap_or_default();
-    let tracked = app.register.enter(&id, request_id, uri.path());
-    let arrival = Arrival {
-        id: &id,
-        request_id,
-        route: &documented_route(uri.path()),
-        operation: P::OPERATION,
-        headers: &headers,
-    };
+    let route = documented_route(uri.path());
+    let tracked = app.register.enter(&id, request_id, &route);
+    let arrival =
+        Arrival { id: &id, request_id, route: &route, operation: P::OPERATION, headers: &headers };
     let mut log = RequestLog::new(arrival, app.metrics.clone(), tracked);
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
     let span = log.span().0;

@@ -8,7 +8,7 @@ use steersman_engine::request::{Event, FinishReason, RequestSpan, Usage};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{info, warn};
 
-use super::error::ApiError;
+use super::error::{ApiError, REFUSED_BY_POLICY};
 use super::metrics::{Metrics, ReplyMetrics};
 use super::register::{MEASURABLE_S, Tracked};
 use super::reply::{Head, Reply};
@@ -77,7 +77,7 @@ impl RequestLog {
     /// the client's words, if it named one.
     pub fn admitted(&mut self, model: &str, profile: &str, requested: Option<&str>, stream: bool) {
         self.traced.admitted(model, profile, requested, stream);
-        self.tracked.admitted(profile, stream);
+        self.tracked.admitted(model, profile, stream);
         self.of_replies = Some(self.metrics.of_replies(model, profile, &self.route));
     }
 
@@ -202,6 +202,10 @@ impl RequestLog {
         // Until its prompt has started, it has no tokens.
         let progress = self.queued.map(|_| self.tracked.progress());
         let progress = progress.as_ref();
+        if error.code == REFUSED_BY_POLICY {
+            // Its words, for operators: the code does not say why.
+            self.tracked.note(0, 0, 0, &format!("refused: {}", error.message));
+        }
         self.tracked.failed(self.elapsed_ms(), error.status.as_u16(), error.code);
         self.traced.failed(error.status.as_u16(), error.code);
         self.count(self.metrics.failed(error.status), self.started.elapsed());

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::access::{API_KEY, Caller, Sender};
 use super::app::App;
-use super::error::{ApiError, Dialect, KEY_EXPIRED};
+use super::error::{ApiError, Dialect, KEY_EXPIRED, KEY_REVOKED};
 use super::request_id;
 use crate::connections::Connection;
 
@@ -66,10 +66,10 @@ pub async fn recognize(State(app): State<Arc<App>>, mut request: Request, next: 
 fn is_guess(request: &Request, caller: &Result<Caller, ApiError>) -> bool {
     let has_key =
         [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
-    // Who has a key that has expired does not guess.
+    // Who has a key that has expired, or was revoked, does not guess.
     let is_unknown = match caller {
         Ok(caller) => *caller == Caller::Anonymous,
-        Err(error) => error.code != KEY_EXPIRED,
+        Err(error) => ![KEY_EXPIRED, KEY_REVOKED].contains(&error.code),
     };
     has_key && is_unknown
 }

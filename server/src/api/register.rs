@@ -176,7 +176,7 @@ impl Entry {
     }
 
     /// Whether its number is `text`, or one of its names or how it ended has it; `text` is in lower case. `sees_all` adds
-    /// its ids and the texts of its notes, which are for operators.
+    /// its id and the texts of its notes, which are for operators.
     pub fn has(&self, text: &str, sees_all: bool) -> bool {
         let has = |own: &str| own.to_lowercase().contains(text);
         let state = self.state.lock();
@@ -190,11 +190,9 @@ impl Entry {
             end.and_then(|end| end.error).map(|(_, code)| code),
         ];
         self.number.to_string() == text
+            || has(&self.request_id)
             || names.into_iter().flatten().any(has)
-            || sees_all
-                && (has(&self.id)
-                    || has(&self.request_id)
-                    || state.notes.iter().any(|note| has(&note.text)))
+            || sees_all && (has(&self.id) || state.notes.iter().any(|note| has(&note.text)))
     }
 
     /// Its notes, as frames.
@@ -202,7 +200,7 @@ impl Entry {
         self.state.lock().notes.iter().map(Note::frame).collect()
     }
 
-    /// What it is and how far it is. Its ids are left out unless `shows_id`: that of the reply opens the trace.
+    /// What it is and how far it is. The `id` of its reply is left out unless `shows_id`: it opens the trace.
     pub fn describe(&self, shows_id: bool) -> ListedRequest {
         let state = self.state.lock();
         let elapsed_ms = self.clock.elapsed().as_millis() as u64;
@@ -216,7 +214,7 @@ impl Entry {
         let mut listed = ListedRequest {
             number: self.number,
             id: shows_id.then(|| self.id.clone()),
-            request_id: shows_id.then(|| self.request_id.clone()),
+            request_id: self.request_id.clone(),
             route: self.route.clone(),
             profile: state.profile.clone(),
             model: state.model.clone(),
@@ -254,7 +252,8 @@ impl Entry {
         }
         let until = listed.elapsed_ms;
         let seconds = state.first_piece_ms.map(|first| until.saturating_sub(first) as f64 / 1e3);
-        let tokens = f64::from(listed.reply_tokens);
+        // The first token of a reply belongs to its prompt.
+        let tokens = f64::from(listed.reply_tokens.saturating_sub(listed.choices as u32));
         let rate =
             seconds.filter(|seconds| *seconds >= MEASURABLE_S).map(|seconds| tokens / seconds);
         listed.tokens_per_second = rate.map(|rate| (rate * 10.0).round() / 10.0);
@@ -269,8 +268,8 @@ pub struct ListedRequest {
     number: u64,
     /// For operators: it opens the trace.
     id: Option<String>,
-    /// `X-Request-Id` of its HTTP request, for operators.
-    request_id: Option<String>,
+    /// `X-Request-Id` of its HTTP request.
+    request_id: String,
     route: String,
     profile: Option<String>,
     model: Option<String>,
@@ -325,10 +324,11 @@ pub struct Tracked {
 }
 
 impl Tracked {
-    /// Who asks for what.
-    pub fn admitted(&self, profile: &str, stream: bool) {
+    /// Who asks for what. `model` is its name in the configuration, until the client's is known.
+    pub fn admitted(&self, model: &str, profile: &str, stream: bool) {
         let mut state = self.entry.state.lock();
         (state.profile, state.stream) = (Some(profile.into()), stream);
+        state.model.get_or_insert_with(|| model.into());
     }
 
     /// The model that the client sees, and where the engine writes how far each choice is.
@@ -571,12 +571,12 @@ mod tests {
     fn requests_are_found_by_their_names_and_by_operators_by_their_notes() {
         let register = Register::default();
         let mut tracked = register.enter("chatcmpl-7f", "of-my-proxy", "/chat/completions");
-        tracked.admitted("agents", false);
+        tracked.admitted("owner/Tiny", "agents", false);
         tracked.queued("owner/Tiny", Vec::new());
         tracked.note(0, 1, 0, "closed the reasoning after 143 tokens (Loop)");
         tracked.failed(1, 400, "invalid_value");
         let entry = register.get("chatcmpl-7f").unwrap();
-        assert!(entry.has("of-my-proxy", true) && !entry.has("of-my-proxy", false));
+        assert!(entry.has("of-my-proxy", true) && entry.has("of-my-proxy", false));
         for text in ["agents", "owner/tiny", "completions", "1", "", "invalid_value", "failed"] {
             assert!(entry.has(text, false) && entry.has(text, true), "{text}");
         }

@@ -16,6 +16,7 @@ use super::downloads::{Served, is_in_memory};
 use super::error::ApiError;
 use super::ollama::named;
 use super::pull::busy;
+use crate::bundled;
 use crate::models::NamedBy;
 
 /// `DELETE /api/delete`
@@ -57,6 +58,10 @@ fn remove(app: &App, name: &str) -> Result<(), ApiError> {
         };
         ApiError::conflict("model_in_use", message)
     };
+    if name.strip_suffix(":latest").unwrap_or(name) == bundled::NAME {
+        let message = format!("`{name}` is part of the program and cannot be removed");
+        return Err(ApiError::conflict("model_in_use", message));
+    }
     if let Some(by) = app.models.named_by(name) {
         return Err(served(by));
     }

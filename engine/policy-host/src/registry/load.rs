@@ -80,10 +80,10 @@ impl Policies {
         if !problems.is_empty() {
             let unusable = active.params.iter().filter(|(_, params)| !params.unusable.is_empty());
             problems.extend(unusable.map(|(profile, params)| {
-                let of_param = |(param, problem): (&String, &Problem)| {
-                    (param.clone(), problem.message.clone())
-                };
-                let problems = params.unusable.iter().map(of_param).collect();
+                let each = params.unusable.iter().flat_map(|(param, problem)| {
+                    problem.message.lines().map(|line| (param.clone(), line.to_owned()))
+                });
+                let problems = each.collect();
                 Error::Params { profile: profile.clone(), problems }
             }));
             let inactive = active.policies.values().filter_map(|entry| entry.problem.as_ref());
@@ -92,7 +92,9 @@ impl Policies {
         Error::all(problems)?;
         for (profile, params) in &active.params {
             for (param, Problem { message, .. }) in &params.unusable {
-                tracing::warn!(profile, param, problem = message, "parameter unusable");
+                for problem in message.lines() {
+                    tracing::warn!(profile, param, problem, "parameter unusable");
+                }
             }
         }
         active.resolve(&policies.chains, &policies.limits);
@@ -140,7 +142,7 @@ fn params_of(
     let mut by_param: BTreeMap<String, String> = BTreeMap::new();
     for (param, problem) in unusable {
         let problems = by_param.entry(param).or_default();
-        let and = if problems.is_empty() { "" } else { "; " };
+        let and = if problems.is_empty() { "" } else { "\n" };
         problems.push_str(and);
         problems.push_str(&problem);
     }

@@ -302,7 +302,6 @@ impl Reply {
     fn note_call(&mut self, what: &str, reading: &Reading) {
         let mut names = reading.calls.iter().rev().map(|call| &call.name);
         let name = names.find(|name| !name.is_empty()).map_or("", String::as_str);
-        tracing::warn!(what, "malformed tool call");
         self.out.push(Piece::Note(format!("{what} of `{name}`")));
     }
 
