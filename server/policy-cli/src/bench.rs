@@ -35,7 +35,7 @@ pub fn example(params: &BTreeMap<String, String>) -> Golden {
 "#,
     );
     let mut golden = Golden::parse(&text).expect("the example is a golden file");
-    golden.add_params(params);
+    golden.add_params(params, false);
     golden
 }
 

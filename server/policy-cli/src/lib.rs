@@ -187,7 +187,8 @@ pub struct Selection {
     /// Use only the calls of this policy
     #[arg(long, value_name = "NAME")]
     policy: Option<String>,
-    /// A parameter for calls that do not have it; `@FILE` is the text of a file. Can be repeated
+    /// A parameter: for calls that do not have it, and with `replay` and `diff` in place of the one that was recorded;
+    /// `@FILE` is the text of a file. Can be repeated
     #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = param::parse)]
     params: Vec<Param>,
 }
@@ -218,11 +219,11 @@ pub fn run(
         Task::Replay { file, trace, selection } => {
             let loaded = load(&file.file)?;
             param::check(&loaded, &selection.params)?;
-            replay(&loaded.component, &selection.read(&trace)?, out)
+            replay(&loaded.component, &selection.read_with(&trace, true)?, out)
         }
         Task::Diff { a, b, trace, selection } => {
             let both = [load(&a)?.component, load(&b)?.component];
-            diff(&both, &selection.read(&trace)?, &trace, out)
+            diff(&both, &selection.read_with(&trace, true)?, &trace, out)
         }
         Task::Bench { file, trace, selection } => {
             let golden = match trace {
@@ -345,14 +346,19 @@ impl Selection {
         param::texts(&self.params).into_iter().collect()
     }
 
-    /// Reads the selected calls from a file.
+    /// Reads the selected calls from a file; the parameters are for those that do not have them.
     fn read(&self, path: &Path) -> Result<Golden> {
+        self.read_with(path, false)
+    }
+
+    /// Reads the selected calls from a file; the parameters take the place of those that they have if it `replaces` them.
+    fn read_with(&self, path: &Path, replaces: bool) -> Result<Golden> {
         let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-        self.parse(&text, path)
+        self.parse(&text, path, replaces)
     }
 
     /// Parses the selected calls from the text of the file `path`.
-    fn parse(&self, text: &str, path: &Path) -> Result<Golden> {
+    fn parse(&self, text: &str, path: &Path, replaces: bool) -> Result<Golden> {
         let path = path.display();
         let mut golden =
             Golden::parse(text).map_err(|problem| anyhow::anyhow!("{path}: {problem}"))?;
@@ -367,7 +373,7 @@ impl Selection {
         if let (Some(policy), []) = (&self.policy, &golden.cases[..]) {
             bail!("{path}: has no calls of {policy}, only of {policies}");
         }
-        golden.add_params(&self.params());
+        golden.add_params(&self.params(), replaces);
         Ok(golden)
     }
 }
@@ -439,14 +445,14 @@ fn test(
     let read = |path: &PathBuf| Ok((path.clone(), selection.read(path)?));
     let goldens: Vec<(PathBuf, Golden)> = match (goldens, path) {
         ([], Some(path)) if bundle.is_archive => {
-            let golden = selection.parse(&bundle.golden, &path)?;
+            let golden = selection.parse(&bundle.golden, &path, false)?;
             vec![(path, golden)]
         }
         ([], Some(path)) => vec![read(&path.with_extension("jsonl"))?],
         ([], None) => {
             let (_, golden) = shipped(component.name()).expect("a policy without a path ships");
             let path = PathBuf::from(format!("{}.jsonl", component.name()));
-            let golden = selection.parse(golden, &path)?;
+            let golden = selection.parse(golden, &path, false)?;
             vec![(path, golden)]
         }
         (goldens, _) => goldens.iter().map(read).collect::<Result<_>>()?,

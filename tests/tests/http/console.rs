@@ -148,7 +148,7 @@ async fn ids_of_requests_are_listed_for_operators_only() {
     assert_eq!((&all[0]["profile"], &all[0]["stream"]), (&"strict".into(), &true.into()));
     assert_eq!(
         (&all[1]["profile"], &all[1]["route"]),
-        (&"default".into(), &"/chat/completions".into())
+        (&"default".into(), &"/v1/chat/completions".into())
     );
     for one in all {
         let counts = ["prompt_tokens", "cached_tokens", "reply_tokens", "max_tokens", "choices"];

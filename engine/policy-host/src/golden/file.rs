@@ -134,11 +134,13 @@ impl Golden {
         self.cases.iter().filter_map(|case| case.policy.as_deref()).collect()
     }
 
-    /// Adds parameters to calls that do not have them.
-    pub fn add_params(&mut self, params: &BTreeMap<String, String>) {
+    /// Adds parameters to calls that do not have them, or gives them to all calls if it `replaces` those that they have.
+    pub fn add_params(&mut self, params: &BTreeMap<String, String>, replaces: bool) {
         let add = |given: &mut Params| {
-            let mut all = params.clone();
-            all.extend(given.drain(..));
+            let own: BTreeMap<_, _> = given.drain(..).collect();
+            let (mut all, later) =
+                if replaces { (own, params.clone()) } else { (params.clone(), own) };
+            all.extend(later);
             given.extend(all);
         };
         for line in self.cases.iter_mut().flat_map(|case| &mut case.lines) {

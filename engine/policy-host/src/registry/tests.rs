@@ -230,18 +230,6 @@ fn rollbacks_return_version_by_version_and_update_the_file() {
     site.check(&policies, &version(b'c'), Origin::File, "");
 }
 
-#[test]
-fn a_rollback_can_return_to_a_shipped_policy() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
-    let policies = load_with(&config, &profiles(&[("default", "passthrough")])).unwrap();
-    policies.upload("passthrough", &version(b'b')).unwrap();
-    policies.roll_back("passthrough").unwrap();
-    let shipped = SHIPPED.iter().find(|shipped| shipped.name == "passthrough").unwrap();
-    assert_eq!(policies.report().policies[0].sha256, sha256(shipped.component));
-    assert_eq!(fs::read(folder.path().join("passthrough.wasm")).unwrap(), shipped.component);
-}
-
 fn fail(policies: &Policies) {
     let cause = Cause::Trap("unreachable".into());
     let failure = Failure { policy: "mine".into(), hook: "on-step", cause };

@@ -123,7 +123,7 @@ fn a_trace_contains_every_call_with_its_policy_and_cost() {
     assert_eq!(
         step,
         format!(
-            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false,"observed":{{"texts_found":[],"token_found":false,"drawn":[{{"index":1,"token":987654323,"entropy":0.5,"margin":1.25,"candidates":[{{"token":987654324,"logprob":-0.1}}]}}]}}}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
+            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false,"observed":{{"texts_found":[],"token_found":false,"drawn":[{{"index":1,"token":987654323,"entropy":0.5,"margin":1.25,"candidates":[{{"token":987654324,"logprob":-0.1}}]}}],"outlook":null}}}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
             "ab".repeat(32)
         )
     );

@@ -18,7 +18,7 @@ use super::*;
 const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
 
 /// Most bytes that a client may take: the limit on a list, and what buffers of the system hold.
-const TAKEN: u64 = LIST_BYTES + (8 << 20);
+const TAKEN: u64 = LIST_BYTES + (16 << 20);
 
 /// Bytes of a body that a client has to cut off.
 const ENDLESS: u64 = 4 * TAKEN;

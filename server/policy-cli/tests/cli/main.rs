@@ -173,6 +173,19 @@ fn parameters_are_added_and_calls_of_one_policy_are_selected() {
     fail(&["test", "default", &trace, "--policy", "default", "--param", "reasoning_budget=78"]);
 }
 
+/// `--param` was ignored without a word where the trace had the parameter, and the policies seemed to decide the same.
+#[test]
+fn a_parameter_of_a_trace_is_replaced_in_a_replay_and_kept_in_a_test() {
+    let trace = r#"{"hook":"on-request","input":{"can_reason":true,"context_left":8192,"params":[["reasoning_budget","77"]]},"answer":{"reasoning_budget":77}}
+"#;
+    let folder = folder(&[("trace.jsonl", trace)]);
+    let trace = path(&folder, "trace.jsonl");
+    let replaced = ["--param", "reasoning_budget=55"];
+    let with = |command: &[&str]| succeed(&[command, &replaced].concat());
+    assert!(with(&["replay", "default", &trace]).contains("\"reasoning_budget\":55"));
+    assert_eq!(with(&["test", "default", &trace]), "1 case passes\n");
+}
+
 #[test]
 fn only_the_table_policy_of_a_configuration_is_read() {
     let folder = folder(&[]);

@@ -116,7 +116,7 @@ const MAGIC: &[u8] = b"\0asm";
 /// What is wrong with the component.
 pub fn compile(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, String> {
     if !bytes.starts_with(MAGIC) {
-        return Err("is not a WebAssembly component: it does not begin as one".into());
+        return Err("is not a valid component: it does not begin as WebAssembly does".into());
     }
     let compiled = engine.precompile_component(bytes);
     compiled.map_err(|error| format!("is not a valid component: {}", one_line(&error)))
