@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use steersman_engine::config::Profile;
+use steersman_engine::config::{Config, Profile};
 use steersman_engine::policy::{Component, Golden, PolicyConfig, Record};
 use steersman_engine::request::Request;
 
@@ -14,9 +14,21 @@ use crate::{Reply, Running, run};
 /// # Panics
 /// If it cannot start.
 pub fn engine<'a>(profiles: impl IntoIterator<Item = (&'a str, Profile)>) -> Running {
+    engine_with(profiles, |_| ())
+}
+
+/// As [`engine`], with a changed configuration.
+///
+/// # Panics
+/// If it cannot start.
+pub fn engine_with<'a>(
+    profiles: impl IntoIterator<Item = (&'a str, Profile)>,
+    change: impl FnOnce(&mut Config),
+) -> Running {
     let mut config = crate::config();
     config.policy.deadline_ms = 10_000;
     config.profiles.extend(profiles.into_iter().map(|(name, profile)| (name.into(), profile)));
+    change(&mut config);
     Running::without_store(config)
 }
 

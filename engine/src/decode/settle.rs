@@ -35,6 +35,7 @@ pub fn settle(
     prefixes: &mut Prefixes,
     sequence: &mut Sequence,
 ) -> Result<()> {
+    sequence.see_outlook(network.text())?;
     let start = Instant::now();
     if masks.is_spent() && sequence.postpone_mask(start) {
         return Ok(());

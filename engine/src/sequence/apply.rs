@@ -10,7 +10,39 @@ use crate::text::Phase;
 /// Start of the note on a rewind that is not possible.
 const NOT_REWOUND: &str = "did not rewind";
 
+/// What makes a call of `on-step` due, besides what a token completed.
+pub(super) struct Due {
+    phase_changed: bool,
+    budget_reached: bool,
+}
+
 impl Steering {
+    /// Why a call of `on-step` is due after a commit; `None` if none is.
+    pub(super) fn due(
+        &self,
+        committed: &Committed,
+        reply: &ClientReply,
+        now: &Now<'_>,
+    ) -> Option<Due> {
+        let Committed { loop_found, newline, texts_found, token_found } = committed;
+        let limits = now.limits;
+        let phase = reply.phase();
+        let phase_changed = limits.on_phase && self.phase.is_some_and(|before| before != phase);
+        // A header may begin an answer or a call.
+        let budget_reached = phase == Phase::Reasoning
+            && !reply.parsed().in_header()
+            && reply.state().reasoning_tokens >= limits.reasoning;
+        let unseen = now.tokens.len() - self.seen;
+        let is_due = loop_found.is_some()
+            || budget_reached
+            || phase_changed
+            || *newline
+            || !texts_found.is_empty()
+            || *token_found
+            || limits.every > 0 && unseen >= limits.every as usize;
+        is_due.then_some(Due { phase_changed, budget_reached })
+    }
+
     /// The call of `on-step` after a commit, if one is due.
     pub(super) fn due_call(
         &mut self,
@@ -18,24 +50,16 @@ impl Steering {
         reply: &mut ClientReply,
         now: &Now<'_>,
     ) -> Result<Todo> {
-        let Committed { loop_found, newline, texts_found, token_found } = committed;
         let limits = now.limits;
         let phase = reply.phase();
-        let is_reasoning = phase == Phase::Reasoning;
-        let before = self.phase.replace(phase);
-        let phase_changed = limits.on_phase && before.is_some_and(|before| before != phase);
-        // A header may begin an answer or a call.
-        let reasoning_tokens = reply.state().reasoning_tokens;
-        let budget_reached =
-            is_reasoning && !reply.parsed().in_header() && reasoning_tokens >= limits.reasoning;
-        let unseen = &now.tokens[self.seen..];
-        let due = limits.every > 0 && unseen.len() >= limits.every as usize;
-        let is_found = !texts_found.is_empty() || token_found;
-        let is_event =
-            loop_found.is_some() || budget_reached || phase_changed || newline || is_found;
-        if !is_event && !due {
+        let due = self.due(&committed, reply, now);
+        self.phase = Some(phase);
+        let Some(Due { phase_changed, budget_reached }) = due else {
             return Ok(Todo::Nothing);
-        }
+        };
+        let Committed { loop_found, newline, texts_found, token_found } = committed;
+        let reasoning_tokens = reply.state().reasoning_tokens;
+        let unseen = &now.tokens[self.seen..];
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let why = match (loop_found, budget_reached) {
             (Some(found), _) => format!("loop of {} tokens", found.period),

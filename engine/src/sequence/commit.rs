@@ -49,6 +49,15 @@ impl Sequence {
         self.perform(Do::Nothing, text)
     }
 
+    /// Makes the call of the policy that waits for the logits of the next token, once they are there.
+    ///
+    /// # Errors
+    /// The errors of [`Sequence::steer`].
+    pub fn see_outlook(&mut self, text: &Text) -> Result<()> {
+        let is_due = self.steering.awaits_outlook() && self.timeline.next_logits().is_some();
+        if is_due && !self.is_away() { self.steer(text) } else { Ok(()) }
+    }
+
     /// Sends the rest of a reply that has ended; a call that its end completes gets its verdict
     /// first. False while the policy is called on a thread: then again after its answer.
     ///
@@ -234,7 +243,7 @@ impl Sequence {
                         let length = self.timeline.len();
                         self.commit(token, None, text);
                         self.forced += 1;
-                        if self.is_away() {
+                        if self.is_away() || self.steering.awaits_outlook() {
                             return Ok(());
                         }
                         // A policy rewound or injected text, or the tag of a call was reached.

@@ -254,9 +254,15 @@ impl Steering {
 
     /// Returns true if the next token is sampled only when all tokens before it are on the host: a
     /// grammar applies to it, or tokens before it change its logits, or its probability is
-    /// reported, to the client or policies.
+    /// reported, to the client or policies, or a call waits for its logits.
     pub fn samples_late(&self, reply: &ClientReply) -> bool {
-        self.samples_late || self.is_in_form(reply)
+        self.samples_late || self.is_in_form(reply) || self.awaits_outlook()
+    }
+
+    /// Returns true if a call of `on-step` waits until the committed tokens have run: its policy sees what the model
+    /// would draw next.
+    pub fn awaits_outlook(&self) -> bool {
+        self.lookout.is_some() && matches!(self.todo, Todo::Committed(_))
     }
 
     /// What is to be done next.
@@ -401,6 +407,13 @@ impl Steering {
         }
         if let Some(end) = now.end_at_limit(reply) {
             return Ok(Some(end));
+        }
+        if self.lookout.is_some()
+            && now.next.is_none()
+            && self.due(&committed, reply, now).is_some()
+        {
+            self.todo = Todo::Committed(committed);
+            return Ok(Some(Do::Nothing));
         }
         self.todo = self.due_call(committed, reply, now)?;
         Ok(None)

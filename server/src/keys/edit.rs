@@ -234,6 +234,10 @@ impl<'a> Editing<'a> {
             }
             Opens::Operator => return None,
         };
+        // An operator's key opens everything.
+        if self.has_operator() {
+            return None;
+        }
         let opens = |key: &Key| key.opens == revoked.opens && key.state_at(now) == State::Active;
         if in_configuration || self.keys.keys.iter().any(opens) {
             return None;

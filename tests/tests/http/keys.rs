@@ -241,7 +241,7 @@ fn the_first_key_warns_of_what_it_closes() {
 #[test]
 fn the_last_key_warns_of_what_stays_closed() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["laptop", "phone", "me --operator", "app --profile strict"] {
+    for name in ["laptop", "phone", "app --profile strict"] {
         keys(folder.path(), &format!("create {name}")).unwrap();
     }
     let delete = format!("delete keys.json in {}", folder.path().display());

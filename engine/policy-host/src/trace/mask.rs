@@ -20,6 +20,9 @@ const VISIBLE: &[&str] = &[
     "reason", "role", "tools",
 ];
 
+/// Fields whose lists of tokens are emptied.
+const TOKENS: &[&str] = &["drawn", "on_tokens", "tokens", "watch"];
+
 type Lengths = Map<String, Value>;
 
 /// A masked call or answer.
@@ -61,9 +64,14 @@ fn mask(path: &str, field: &str, value: &mut Value, lengths: &mut Lengths) {
             set(path, text.len(), lengths);
             text.clear();
         }
-        Value::Array(list) if ["tokens", "on_tokens", "drawn"].contains(&field) => {
+        Value::Array(list) if TOKENS.contains(&field) => {
             set(path, list.len(), lengths);
             list.clear();
+        }
+        // What the model would draw next is of the text, too.
+        Value::Object(_) if field == "outlook" => {
+            set(path, 1, lengths);
+            *value = Value::Null;
         }
         Value::Array(pairs) if field == "params" => {
             for pair in pairs {
