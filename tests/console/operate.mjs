@@ -132,10 +132,10 @@ export default {
     await page.selectOption("#log-level", "WARN");
     assert.equal(await line.count(), 0);
     await fetch(`${url}/v1/models`, { headers: { authorization: "Bearer wrong" } });
-    await page.locator(".log-line.warn", { hasText: "wrong key" }).first().waitFor();
+    await page.locator(".log-line.warn", { hasText: "invalid_api_key" }).first().waitFor();
     // The choice stays, and so do the lines.
     await page.reload();
-    await page.locator(".log-line.warn", { hasText: "wrong key" }).first().waitFor();
+    await page.locator(".log-line.warn", { hasText: "invalid_api_key" }).first().waitFor();
     assert.equal(await page.inputValue("#log-level"), "WARN");
     await page.selectOption("#log-level", "INFO");
     await line.first().waitFor();
