@@ -390,7 +390,11 @@ def main():
         return metrics
 
     with tempfile.TemporaryDirectory() as folder:
-        lines, (text, plain) = serve(binary, folder, "text", work)
+        # Parameters from files have a series.
+        config, rules = Path(folder, "ruled.toml"), Path(folder, "rules.toml")
+        rules.write_text('[[rule]]\ndo = { note = "ruled" }\n')
+        config.write_text(f'[profiles.ruled]\npolicies = ["rules"]\nparams = {{ rules = {{ file = "{rules}" }} }}\n')
+        lines, (text, plain) = serve(binary, folder, "text", work, "--config", str(config))
         check_text(lines)
         series = parse(text)
         check_series(series)
