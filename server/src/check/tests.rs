@@ -140,7 +140,8 @@ fn where_a_server_could_not_listen_or_write_is_a_problem() {
     assert!(!new.exists(), "check creates no data folder");
     // No user may write there, whatever the permissions say.
     #[cfg(target_os = "linux")]
-    for file in ["/proc/sys/trace.jsonl"] {
+    {
+        let file = "/proc/sys/trace.jsonl";
         let (passed, printed) = check(&format!("[policy]\ntrace_file = '{file}'\n"), &new);
         let words = format!("line 2: policy.trace_file: {file} cannot be written (");
         assert!(!passed && printed.contains(&words), "{printed}");
