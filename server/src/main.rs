@@ -2,7 +2,7 @@
 
 mod cli;
 
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -131,18 +131,13 @@ fn status_of(done: Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough, as in `steersman cache list | head`.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if steersman_log::is_broken_pipe(error.as_ref()) => ExitCode::SUCCESS,
         // Never print a backtrace: most errors are the user's.
         Err(error) => {
             eprintln!("error: {}", steersman_log::without_numbers_of_errors(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let broken = |error: &std::io::Error| error.kind() == ErrorKind::BrokenPipe;
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
 /// Does `work` with the log, of which it gets the newest lines, and traces if they are on.
@@ -524,6 +519,8 @@ fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use clap::ValueEnum;
 
     use super::*;
@@ -534,8 +531,8 @@ mod tests {
         let error = |kind: ErrorKind| {
             anyhow::Error::from(std::io::Error::from(kind)).context("writing the output")
         };
-        assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
-        assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+        assert!(steersman_log::is_broken_pipe(error(ErrorKind::BrokenPipe).as_ref()));
+        assert!(!steersman_log::is_broken_pipe(error(ErrorKind::StorageFull).as_ref()));
     }
 
     /// The arguments of the last `steersman ...` in `example`; what is between quotes is one.

@@ -156,6 +156,8 @@ impl Error {
         Self::Refused { policy: policy.into(), profile: None, problem: problem.into() }
     }
 
+    /// Fails with all of `problems`, those within [`Error::Several`] one by one.
+    ///
     /// # Errors
     /// `problems`, if there are any.
     pub(crate) fn all(problems: Vec<Self>) -> Result<(), Self> {

@@ -479,7 +479,7 @@ impl Policies {
         Ok(replaced.filter(|_| removed).map(note).into_iter().collect())
     }
 
-    /// Removes the files of a policy that the binary has, too. Returns a note for each that existed.
+    /// Removes the files of a policy that the binary contains. Returns a note for each file that existed.
     fn remove(&self, policy: &str, source: &Source) -> Result<Vec<String>, Error> {
         let mut notes = Vec::new();
         for path in source.bundle.iter().chain(&source.component) {

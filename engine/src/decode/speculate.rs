@@ -317,7 +317,9 @@ impl Speculation {
         let changes = sequence.sampler().changes();
         for &token in &tokens[..confident] {
             let length = sequence.timeline().len();
-            sequence.timeline_mut().look_ahead(&logits, row + accepted + 1);
+            if sequence.watches_tokens() {
+                sequence.timeline_mut().look_ahead(&logits, row + accepted + 1);
+            }
             sequence.commit(token, None, network.text());
             accepted += 1;
             diverted = sequence.has_ended()

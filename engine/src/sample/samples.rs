@@ -83,9 +83,10 @@ fn outlook_of(logits: &[f32], tokens: &[u32]) -> (u32, Vec<f32>) {
     let (best, most) =
         likeliest.map_or((0, 0.0), |(token, logit)| (token as u32, f64::from(*logit)));
     let sum: f64 = logits.iter().map(|logit| (f64::from(*logit) - most).exp()).sum();
+    let total = most + sum.ln();
     let logprob = |token: &u32| {
         let logit = logits.get(*token as usize).copied().unwrap_or(f32::NEG_INFINITY);
-        (f64::from(logit) - most - sum.ln()) as f32
+        (f64::from(logit) - total) as f32
     };
     (best, [best].iter().chain(tokens).map(logprob).collect())
 }

@@ -450,6 +450,11 @@ impl Sequence {
         self.steering.samples_late(&self.reply)
     }
 
+    /// Returns true if its plan watches tokens.
+    pub fn watches_tokens(&self) -> bool {
+        self.steering.lookout.is_some()
+    }
+
     /// Tokens that the limits of reply, answer and context leave in the current phase.
     fn tokens_left(&self) -> usize {
         self.limits.left(self.reply.state(), self.timeline.len())

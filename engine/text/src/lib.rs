@@ -392,7 +392,7 @@ impl Text {
 
     /// Whether `token` is `</think>`.
     pub fn closes_reasoning(&self, token: u32) -> bool {
-        self.tokenizer.marker_id(Marker::CloseReasoning) == Some(token)
+        self.reasoning_end() == Some(token)
     }
 
     /// The token that ends the reasoning; `None` if the model spells its marker in several, or has none.

@@ -3,7 +3,8 @@
 mod line;
 mod recent;
 
-use std::io::IsTerminal;
+use std::error::Error;
+use std::io::{self, IsTerminal};
 
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::{Identity, SubscriberExt};
@@ -40,6 +41,14 @@ pub fn of_server(layer: Option<impl Layer<Registry> + Send + Sync>) -> Recent {
     let recent = Recent::default();
     init(LOG, layer, Some(&recent));
     recent
+}
+
+/// Returns true if `error`, or what caused it, is that the reader of the output has gone, as `head` does when it has seen
+/// enough. For the programs that end with an error.
+pub fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
+    let causes = std::iter::successors(Some(error), |cause| (*cause).source());
+    let is_it = |error: &io::Error| error.kind() == io::ErrorKind::BrokenPipe;
+    causes.filter_map(|cause| cause.downcast_ref::<io::Error>()).any(is_it)
 }
 
 /// Logs with RUST_LOG or, without it, the given filter.

@@ -1,6 +1,5 @@
 //! The program `steersman-policy`, which `steersman policy` runs.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -71,17 +70,12 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough, as in `steersman policy list | head`.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if steersman_log::is_broken_pipe(error.as_ref()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", steersman_log::without_numbers_of_errors(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let broken = |error: &std::io::Error| error.kind() == ErrorKind::BrokenPipe;
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
 fn read_config(path: Option<&Path>) -> Result<FileConfig> {

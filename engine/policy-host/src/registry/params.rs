@@ -23,9 +23,9 @@ use crate::shipped::SHIPPED;
 /// What is wrong with the parameters of a profile: each parameter with its problem, which names the policy.
 #[derive(Default)]
 pub struct Checked {
-    /// Those because of which the server does not start.
+    /// Parameters because of which the server does not start.
     pub wrong: Vec<(String, String)>,
-    /// Those that a policy cannot use, but says so in each reply; the name is empty if a policy names none.
+    /// Parameters that a policy cannot use, which it says in each reply; the name is empty if the policy names none.
     pub unusable: Vec<(String, String)>,
 }
 
